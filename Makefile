@@ -1,0 +1,47 @@
+# One way in: `make demo` on a fresh clone. Everything is made once and reused; `make clean` undoes it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTEST_ARGS ?=
+
+# Named after what was installed, so that a change of the pins installs again and nothing else does.
+PINS   := $(shell cat requirements.txt pyproject.toml | cksum | tr ' ' -)
+READY  := $(VENV)/.ready-$(PINS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test check clean
+
+help:
+	@echo "make demo    build llama.cpp with the kvfmt types and show them on a small model"
+	@echo "make test    the tests"
+	@echo "make build   only the build"
+	@echo "make check   what is generated equals what is committed"
+	@echo "make clean   remove .venv and build/ (downloads stay in the cache)"
+
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "error: $(PYTHON) is not Python 3.10 to 3.13. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "error: no virtual environment. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.ready-*
+	@touch $@
+
+setup: $(READY)
+
+build: $(READY)
+	$(BIN)/kvfmt build
+
+demo: build
+	$(BIN)/kvfmt demo
+
+test: build
+	$(BIN)/kvfmt models fetch
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/python -m cpp_patch.generate --check
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .hypothesis
