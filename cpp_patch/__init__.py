@@ -1,0 +1,1 @@
+"""Everything that becomes C, C++ or CUDA: the generator, the patch series, and what applies it."""

@@ -1,0 +1,37 @@
+"""The order of the steps of `kvfmt build`."""
+
+from __future__ import annotations
+
+from kvfmt.build import console
+from kvfmt.build.compile import LIBRARIES, TESTS, TOOLS, build_tools, check_compilers
+from kvfmt.build.lock import locked
+from kvfmt.build.paths import build_dir
+from kvfmt.build.pins import get_pin
+from kvfmt.build.tree import sync_src
+from kvfmt.build.wheel import build_wheel, install_wheel, wheel_version
+
+
+def run_build(
+    pin_name: str | None = None,
+    *,
+    targets: tuple[str, ...] | None = None,
+    tools_only: bool = False,
+    jobs: int | None = None,
+    discard_edits: bool = False,
+) -> None:
+    """Fetches, patches, compiles, packs and installs; each step only if what it depends on changed.
+
+    With `targets`, or `tools_only`, no wheel is made. Raises a KvfmtError that says what to do.
+    """
+    pin = get_pin(pin_name)
+    check_compilers()  # before anything is downloaded
+    with locked(build_dir(pin.name)):
+        series_hash = sync_src(pin, discard_edits=discard_edits)
+        wanted = targets or (TOOLS if tools_only else TOOLS + TESTS + LIBRARIES)
+        binaries = build_tools(pin, wanted, jobs=jobs)
+        if not targets and not tools_only:
+            from cpp_patch.apply import load_all
+
+            version = wheel_version(pin, series_hash, patched=bool(load_all(pin)))
+            install_wheel(build_wheel(pin, binaries, version), version)
+    console.step(f"tools: {binaries}")

@@ -1,0 +1,108 @@
+"""The command line: `kvfmt`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Callable, Optional
+
+import typer
+
+from kvfmt.build.console import console
+from kvfmt.errors import KvfmtError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="KV-cache quantization formats for llama.cpp.")
+models_app = typer.Typer(no_args_is_help=True, help="The models that the demo, the tests and the benchmarks use.")
+app.add_typer(models_app, name="models")
+
+
+def plain_errors(command: Callable) -> Callable:
+    """Turns an expected fault into its message and what to do, and exit status 1."""
+
+    @functools.wraps(command)
+    def wrapper(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except KvfmtError as error:
+            console.print(f"[bold red]error:[/bold red] {_plain(error.message)}")
+            if error.hint:
+                console.print(f"[bold]what to do:[/bold] {_plain(error.hint)}")
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            console.print("\ninterrupted; run the same command again to go on")
+            raise typer.Exit(130) from None
+
+    return wrapper
+
+
+def _plain(text: str) -> str:
+    """Compiler output and paths may look like markup."""
+    return text.replace("[", r"\[")
+
+
+@app.command()
+@plain_errors
+def build(
+    pin: Optional[str] = typer.Option(None, help="llama.cpp version, a name in cpp_patch/pins.toml"),
+    targets: Optional[str] = typer.Option(None, help="compile only these, separated by commas; no wheel"),
+    tools_only: bool = typer.Option(False, help="no upstream tests and no wheel"),
+    jobs: Optional[int] = typer.Option(None, "--jobs", "-j", min=1, help="compilers at a time"),
+    discard_edits: bool = typer.Option(False, help="overwrite patched files that were edited by hand in build/"),
+) -> None:
+    """Fetch llama.cpp, patch it, compile it, and install llama-cpp-python from the same tree."""
+    from kvfmt.build.engine import run_build
+
+    run_build(
+        pin,
+        targets=tuple(targets.split(",")) if targets else None,
+        tools_only=tools_only,
+        jobs=jobs,
+        discard_edits=discard_edits,
+    )
+
+
+@models_app.command("fetch")
+@plain_errors
+def models_fetch(names: Optional[list[str]] = typer.Argument(None, help="default: smollm2; 'all' for all")) -> None:
+    """Fetch models into the cache and check them."""
+    from kvfmt.build.models import DEFAULT_MODEL, fetch_model, load_models
+
+    chosen = names or [DEFAULT_MODEL]
+    for name in load_models() if chosen == ["all"] else chosen:
+        console.print(str(fetch_model(name)), soft_wrap=True)
+
+
+@models_app.command("list")
+@plain_errors
+def models_list() -> None:
+    """Show the models and whether they are in the cache."""
+    from kvfmt.build.models import load_models, model_path
+
+    for model in load_models().values():
+        there = "in the cache" if model_path(model.name).exists() else "not fetched"
+        console.print(f"{model.name:8} {model.title}, {model.bytes / 1e6:.0f} MB, {model.licence}: {there}")
+
+
+@app.command()
+@plain_errors
+def demo(
+    k: str = typer.Option("kvq3", "--k", help="type of the K cache"),
+    v: str = typer.Option("kvq2", "--v", help="type of the V cache"),
+    protect: int = typer.Option(2, help="first and last layers that stay f16"),
+) -> None:
+    """Generate text on a compressed KV cache, and show what it costs and what it saves."""
+    from kvfmt.demo import run_demo
+
+    run_demo(k, v, protect)
+
+
+@app.command()
+@plain_errors
+def formats() -> None:
+    """Show the formats."""
+    from kvfmt import registry
+
+    registry.print_table(console)
+
+
+if __name__ == "__main__":
+    app()
