@@ -1,0 +1,26 @@
+// kvq3: 3-bit Lloyd-Max codes, magnitudes and signs in separate planes (kvfmt/formats/kvq3.py).
+#pragma once
+
+#include "kvq_blocks.h"
+#include "kvq_lloyd.h"
+
+KVQ_FN void kvq3_encode(const float * x, block_kvq3 * y) {
+    uint8_t codes[KVQ3_BLOCK];
+    memset(y, 0, sizeof(*y));
+    y->d = kvq_lloyd_search(x, codes, kvq3_levels, 4, &kvq3_grid[0][0], KVQ3_GRID_ROWS);
+    if (y->d == 0) {
+        return;
+    }
+    for (int j = 0; j < 16; ++j) {
+        y->qs[j] = (uint8_t) ((codes[j] & 3) | ((codes[j + 16] & 3) << 2) | ((codes[j + 32] & 3) << 4) |
+                              ((codes[j + 48] & 3) << 6));
+    }
+    for (int i = 0; i < KVQ3_BLOCK; ++i) {
+        y->qh[i / 8] |= (uint8_t) ((codes[i] >> 2) << (i % 8));
+    }
+}
+
+KVQ_FN int8_t kvq3_level(const block_kvq3 * b, int i) {
+    const uint8_t sign = (b->qh[i >> 3] >> (i & 7)) & 1;
+    return kvq3_levels[kvq_crumb(b->qs, i) | (sign << 2)];
+}

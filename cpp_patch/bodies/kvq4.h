@@ -1,0 +1,18 @@
+// kvq4: 4-bit Lloyd-Max codes (kvfmt/formats/kvq4.py).
+#pragma once
+
+#include "kvq_blocks.h"
+#include "kvq_lloyd.h"
+
+KVQ_FN void kvq4_encode(const float * x, block_kvq4 * y) {
+    uint8_t codes[KVQ4_BLOCK];
+    memset(y, 0, sizeof(*y));
+    y->d = kvq_lloyd_search(x, codes, kvq4_levels, 8, &kvq4_grid[0][0], KVQ4_GRID_ROWS);
+    if (y->d != 0) {
+        kvq_pack_nibbles(codes, y->qs);
+    }
+}
+
+KVQ_FN int8_t kvq4_level(const block_kvq4 * b, int i) {
+    return kvq4_levels[kvq_nibble(b->qs, i)];
+}

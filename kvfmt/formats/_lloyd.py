@@ -1,0 +1,134 @@
+"""What the Lloyd-Max formats share: the codebook, the search grid and the block kernel.
+
+Codebook. The Lloyd-Max quantizer of a unit Gaussian (Lloyd 1982, IEEE Trans. IT 28(2);
+Max 1960, IRE Trans. IT 6(1)) with 2**bits levels, symmetric, scaled so that its top level
+is 127 and rounded to integers: decode and dot are then integer table look-ups. Rounding
+costs less than 0.2 % of the distortion. A code is a magnitude index with the sign as its
+top bit, so code 0 is the smallest positive level.
+
+Scale. Minimising a block's squared error over codes *and* scale together is a search over
+the scale; for given codes c with levels l the best scale is sum(x l) / sum(l l) and what
+it explains is sum(x l)**2 / sum(l l). The block is normalised to integers, a fixed grid of
+candidate scales relative to its largest magnitude is tried with precomputed integer
+thresholds, and the candidate that explains most wins, the first of equals. All sums are
+exact integers: no order of summation, no SIMD width and no compiler can change a byte.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from scipy.stats import norm
+
+from ..scalar import UNIT, f32_to_f16_bits, normalise, store_scale
+from ..spec import Table, flat
+
+TOP_LEVEL = 127
+BLOCK = 64
+LEVEL_SHIFT = 6
+
+ROUNDING = (
+    "input: NaN is 0, magnitudes above 65504 saturate",
+    "normalise: xi = rint_even(x * (32767 / amax)) in float32; amax < 2**-26 gives the zero block",
+    "magnitude index = number of thresholds strictly below |xi|; the sign bit is xi < 0",
+    "candidate score = f32(S) * f32(S) / f32(C) with S = sum |xi| level, C = sum level**2; the first maximum wins",
+    "scale = f16_rne(min(f32(S) / f32(C) * (amax * f32(64 / 32767)), 65504)); a scale of 0 gives the zero block",
+    "the zero block is all zero bytes",
+    "decode: f32(scale) * (level * 2**-6), exact",
+)
+
+#: amax -> scale: the normalised block counts amax as 32767 and a level as 2**-6 of the scale.
+SCALE_UNIT = np.float32(2.0**LEVEL_SHIFT / UNIT)
+
+
+def lloyd_max_gaussian(bits: int) -> np.ndarray:
+    """Positive levels, float64 [2**(bits-1)], of the Lloyd-Max quantizer of a unit Gaussian."""
+    n = 2**bits
+    levels = norm.ppf((np.arange(n) + 0.5) / n)
+    for _ in range(100_000):
+        edges = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+        updated = -np.diff(norm.pdf(edges)) / np.diff(norm.cdf(edges))
+        if np.abs(updated - levels).max() < 1e-13:
+            break
+        levels = updated
+    return levels[n // 2 :]
+
+
+def integer_levels(bits: int) -> tuple[int, ...]:
+    """Positive levels as integers, the top one being 127."""
+    levels = lloyd_max_gaussian(bits)
+    return tuple(int(v) for v in np.rint(levels * TOP_LEVEL / levels[-1]))
+
+
+def grid_thresholds(levels: tuple[int, ...], candidates: int, low: float, high: float) -> np.ndarray:
+    """Integer thresholds, int64 [candidates, len(levels) - 1].
+
+    Candidate j puts the top level at r_j * amax, r_j geometric from ``low`` to ``high``;
+    its thresholds are the midpoints between neighbouring levels in units of amax / 32767.
+    """
+    ratios = np.geomspace(low, high, candidates)
+    positive = np.asarray(levels, np.float64)
+    midpoints = (positive[1:] + positive[:-1]) / 2
+    return np.minimum(np.floor(np.outer(ratios * UNIT / TOP_LEVEL, midpoints)), UNIT).astype(np.int64)
+
+
+def lloyd_tables(levels: tuple[int, ...], thresholds: np.ndarray) -> tuple[Table, Table]:
+    """Signed levels indexed by code, and the search grid."""
+    signed = tuple(levels) + tuple(-v for v in levels)
+    return (
+        Table("levels", "i8", (len(signed),), signed, "level of each code; the top code bit is the sign"),
+        Table("grid", "i16", thresholds.shape, flat(thresholds), "magnitude thresholds of each candidate scale"),
+    )
+
+
+@njit(cache=True)
+def search(x, xi, codes, levels, grid, out):
+    """Choose codes u8[64] for a block and write its scale into ``out``. False for the zero block.
+
+    The inner loops run over the block with plain int32 arrays, which is what LLVM vectorises.
+    """
+    amax = normalise(x, xi)
+    if amax == 0:
+        return False
+    half = levels.shape[0] // 2
+    mag = np.empty(BLOCK, np.int32)
+    chosen = np.empty(BLOCK, np.int32)
+    for i in range(BLOCK):
+        mag[i] = np.int32(abs(xi[i]))
+    best = np.float32(-1.0)
+    winner = 0
+    best_s = np.int32(0)
+    best_c = np.int32(1)
+    for j in range(grid.shape[0]):
+        lowest = levels[0]
+        for i in range(BLOCK):
+            chosen[i] = lowest
+        for k in range(half - 1):
+            threshold = grid[j, k]
+            step = np.int32(levels[k + 1] - levels[k])
+            for i in range(BLOCK):
+                chosen[i] = np.int32(chosen[i] + (step if mag[i] > threshold else np.int32(0)))
+        s = np.int32(0)
+        c = np.int32(0)
+        for i in range(BLOCK):
+            s = np.int32(s + np.int32(mag[i] * chosen[i]))
+            c = np.int32(c + np.int32(chosen[i] * chosen[i]))
+        score = np.float32(s) * np.float32(s) / np.float32(c)
+        if score > best:
+            best = score
+            winner = j
+            best_s = s
+            best_c = c
+    scale = np.float32(best_s) / np.float32(best_c) * (amax * SCALE_UNIT)
+    if f32_to_f16_bits(scale) == 0:
+        return False
+    store_scale(scale, out)
+    for i in range(BLOCK):
+        chosen[i] = np.int32(half if xi[i] < 0 else 0)
+    for k in range(half - 1):
+        threshold = grid[winner, k]
+        for i in range(BLOCK):
+            chosen[i] = np.int32(chosen[i] + (np.int32(1) if mag[i] > threshold else np.int32(0)))
+    for i in range(BLOCK):
+        codes[i] = np.uint8(chosen[i])
+    return True
