@@ -33,7 +33,8 @@ FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
     # One file per library, found beside whatever loads it: the same files then serve the tools and the wheel.
-    "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON",
+    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+    f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
     "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
     "-DLLAMA_BUILD_TESTS=ON",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
