@@ -98,10 +98,10 @@ def demo(
 @app.command()
 @plain_errors
 def formats() -> None:
-    """Show the formats."""
-    from kvfmt import registry
+    """Show the formats: sizes, bits per value, and their error on a unit Gaussian."""
+    from kvfmt.listing import format_table
 
-    registry.print_table(console)
+    console.print(format_table())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kvq_blocks.h"
-#include "kvq_lloyd.h"
+#include "kvq_unpack.h"
 
 KVQ_FN void kvnf4_encode(const float * x, block_kvnf4 * y) {
     uint8_t codes[KVNF4_BLOCK];
@@ -27,4 +27,9 @@ KVQ_FN void kvnf4_encode(const float * x, block_kvnf4 * y) {
 
 KVQ_FN int8_t kvnf4_level(const block_kvnf4 * b, int i) {
     return kvnf4_levels[kvq_nibble(b->qs, i)];
+}
+
+// All levels of a block, in order.
+KVQ_FN void kvnf4_unpack(const block_kvnf4 * b, int8_t * levels) {
+    kvq_unpack_nibbles(b->qs, kvnf4_levels, levels);
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kvq_blocks.h"
-#include "kvq_lloyd.h"
+#include "kvq_unpack.h"
 
 KVQ_FN void kvq2_encode(const float * x, block_kvq2 * y) {
     uint8_t codes[KVQ2_BLOCK];
@@ -18,4 +18,19 @@ KVQ_FN void kvq2_encode(const float * x, block_kvq2 * y) {
 
 KVQ_FN int8_t kvq2_level(const block_kvq2 * b, int i) {
     return kvq2_levels[kvq_crumb(b->qs, i)];
+}
+
+// All levels of a block, in order.
+KVQ_FN void kvq2_unpack(const block_kvq2 * b, int8_t * levels) {
+#if defined(KVQ_AVX2)
+    const __m256i lookup = kvq_shuffle_table(kvq2_levels, 4);
+    for (int half = 0; half < 2; ++half) {
+        const __m256i codes = kvq_crumbs32(b->qs, half);
+        _mm256_storeu_si256((__m256i *) (levels + 32 * half), _mm256_shuffle_epi8(lookup, codes));
+    }
+#else
+    for (int i = 0; i < KVQ2_BLOCK; ++i) {
+        levels[i] = kvq2_level(b, i);
+    }
+#endif
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kvq_blocks.h"
-#include "kvq_lloyd.h"
+#include "kvq_unpack.h"
 
 KVQ_FN void kvq3_encode(const float * x, block_kvq3 * y) {
     uint8_t codes[KVQ3_BLOCK];
@@ -23,4 +23,22 @@ KVQ_FN void kvq3_encode(const float * x, block_kvq3 * y) {
 KVQ_FN int8_t kvq3_level(const block_kvq3 * b, int i) {
     const uint8_t sign = (b->qh[i >> 3] >> (i & 7)) & 1;
     return kvq3_levels[kvq_crumb(b->qs, i) | (sign << 2)];
+}
+
+// All levels of a block, in order.
+KVQ_FN void kvq3_unpack(const block_kvq3 * b, int8_t * levels) {
+#if defined(KVQ_AVX2)
+    const __m256i lookup = kvq_shuffle_table(kvq3_levels, 8);
+    for (int half = 0; half < 2; ++half) {
+        uint32_t signs;
+        memcpy(&signs, b->qh + 4 * half, sizeof(signs));
+        const __m256i sign  = _mm256_and_si256(kvq_spread_bits32(signs), _mm256_set1_epi8(4));
+        const __m256i codes = _mm256_or_si256(kvq_crumbs32(b->qs, half), sign);
+        _mm256_storeu_si256((__m256i *) (levels + 32 * half), _mm256_shuffle_epi8(lookup, codes));
+    }
+#else
+    for (int i = 0; i < KVQ3_BLOCK; ++i) {
+        levels[i] = kvq3_level(b, i);
+    }
+#endif
 }

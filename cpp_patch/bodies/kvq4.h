@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kvq_blocks.h"
-#include "kvq_lloyd.h"
+#include "kvq_unpack.h"
 
 KVQ_FN void kvq4_encode(const float * x, block_kvq4 * y) {
     uint8_t codes[KVQ4_BLOCK];
@@ -15,4 +15,9 @@ KVQ_FN void kvq4_encode(const float * x, block_kvq4 * y) {
 
 KVQ_FN int8_t kvq4_level(const block_kvq4 * b, int i) {
     return kvq4_levels[kvq_nibble(b->qs, i)];
+}
+
+// All levels of a block, in order.
+KVQ_FN void kvq4_unpack(const block_kvq4 * b, int8_t * levels) {
+    kvq_unpack_nibbles(b->qs, kvq4_levels, levels);
 }

@@ -57,7 +57,7 @@ SPEC = BlockSpec(
         "decode: f32(scale) * (level * 2**-7), exact",
     ),
     roles=("K", "V"),
-    summary="NF4 codes (absmax), f16 scale",
+    summary="NF4, absmax",
 )
 
 _levels = np.array(LEVELS, np.int32)

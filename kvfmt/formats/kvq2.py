@@ -27,7 +27,7 @@ SPEC = BlockSpec(
     level_shift=_lloyd.LEVEL_SHIFT,
     rounding=_lloyd.ROUNDING,
     roles=("V", "K"),
-    summary="2-bit Lloyd-Max codes, f16 scale",
+    summary="2-bit Lloyd-Max",
 )
 
 _levels = np.array(SPEC.table("levels").values, np.int32)

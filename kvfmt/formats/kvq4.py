@@ -24,7 +24,7 @@ SPEC = BlockSpec(
     level_shift=_lloyd.LEVEL_SHIFT,
     rounding=_lloyd.ROUNDING,
     roles=("K", "V"),
-    summary="4-bit Lloyd-Max codes, f16 scale",
+    summary="4-bit Lloyd-Max",
 )
 
 _levels = np.array(SPEC.table("levels").values, np.int32)

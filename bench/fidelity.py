@@ -1,0 +1,199 @@
+"""How close a quantized cache stays to the f16 cache: ``python -m bench.fidelity``.
+
+Runs llama-perplexity --kl-divergence of the patched build for a list of K/V types on each model,
+and writes one JSON file, from which ``--report`` makes the README's table and plot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Optional
+
+import typer
+
+from kvfmt import perplexity, registry
+from kvfmt.build.console import console, progress
+from kvfmt.build.corpus import corpus
+from kvfmt.build.models import fetch_model, load_models
+from kvfmt.build.paths import ROOT, build_dir
+from kvfmt.build.pins import get_pin
+from kvfmt.errors import KvfmtError
+from kvfmt.policy import parse_kv
+
+RESULTS = ROOT / "bench" / "results" / "fidelity.json"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A row of the table: types of K and V, and how many layers at each end stay f16."""
+
+    kv: str
+    protect: int = 0
+
+    @property
+    def title(self) -> str:
+        return self.kv + (f", protect {self.protect}" if self.protect else "")
+
+    def arguments(self) -> list[str]:
+        k, v = parse_kv(self.kv)
+        return ["-ctk", k.name, "-ctv", v.name, "-fa", "on", "--kv-protect", str(self.protect)]
+
+
+DEFAULT_CACHES = (
+    Cache("f16"),
+    Cache("q8_0"),
+    Cache("q4_0"),
+    Cache("kvq4"),
+    Cache("kvnf4"),
+    Cache("kvq3/kvq2"),
+    Cache("kvq3/kvq2", 2),
+)
+
+
+def text_of(file: Optional[Path]) -> tuple[str, str]:
+    """Name and content of the text to score on: a user's file, or the documentation corpus."""
+    if file is None:
+        return "llama.cpp documentation", corpus("docs")
+    if not file.is_file():
+        raise KvfmtError(f"no text at {file}", "Give a text file, or none for the documentation corpus.")
+    return file.name, file.read_text("utf-8", "replace")
+
+
+def measure(model: str, caches: tuple[Cache, ...], text: str, n_ctx: int, chunks: int, threads: int) -> list[dict]:
+    """One record a cache. The first run writes the f16 logits that the others are compared with."""
+    program = build_dir(get_pin().name) / "cmake-cpu" / "bin" / "llama-perplexity"
+    if not program.exists():
+        raise KvfmtError("llama-perplexity is not built", "Run: kvfmt build")
+    path = fetch_model(model)
+    records = []
+    with tempfile.TemporaryDirectory() as scratch:
+        source, base = Path(scratch, "text"), Path(scratch, "f16.kld")
+        source.write_text(text, "utf-8")
+        common = ["-m", str(path), "-f", str(source), "-c", str(n_ctx), "-b", str(n_ctx), "-t", str(threads)]
+        common += ["--chunks", str(chunks), "--kl-divergence-base", str(base)]
+        with progress(f"{model}: f16 logits", chunks) as update:
+            perplexity.run(program, [*common, *Cache("f16").arguments()], lambda n: update(n, chunks))
+        for cache in caches:
+            with progress(f"{model}: {cache.title}", chunks) as update:
+                arguments = [*common, "--kl-divergence", *cache.arguments()]
+                found = perplexity.run(program, arguments, lambda n: update(n, chunks), compared=True)
+            kld = found.statistics["kld"]
+            console.print(f"{model:8} {cache.title:24} {found.bits_per_value:6.3f} bits  KLD {kld[0]:.5f} ± {kld[1]:.5f}")
+            records.append({"model": model, "cache": asdict(cache), "title": cache.title, **asdict(found)})
+    if records and records[0]["title"] == "f16" and records[0]["statistics"]["kld"][0] > 1e-4:
+        raise KvfmtError(
+            f"the f16 cache differs from itself by KLD {records[0]['statistics']['kld'][0]}", "The harness is wrong."
+        )
+    return records
+
+
+def provenance(text_name: str, text: str, n_ctx: int, chunks: int) -> dict:
+    """What was measured, so that it can be measured again."""
+    pin = get_pin()
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "pin": pin.name,
+        "commit": head.stdout.strip(),
+        "formats": {fmt.spec.name: fmt.spec.hash for fmt in registry.all_formats()},
+        "models": {name: model.sha256 for name, model in load_models().items()},
+        "text": text_name,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "n_ctx": n_ctx,
+        "chunks": chunks,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def markdown(results: dict) -> str:
+    """The README's table."""
+    lines = [
+        "| model | cache (K/V) | bits/value, allocated | mean KLD | 99.9 % KLD | same top token | PPL ratio |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in results["records"]:
+        s = r["statistics"]
+        lines.append(
+            f"| {r['model']} | {r['title']} | {r['bits_per_value']:.2f} "
+            f"| {s['kld'][0]:.4f} ± {s['kld'][1]:.4f} | {s['kld_999'][0]:.3f} "
+            f"| {s['same_top'][0]:.1f} ± {s['same_top'][1]:.1f} % | {s['ppl_ratio'][0]:.4f} ± {s['ppl_ratio'][1]:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: dict, target: Path) -> None:
+    """Mean KLD against allocated bits per value, a panel a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(r["model"] for r in results["records"]))
+    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 4.2), sharey=True, squeeze=False)
+    for axis, model in zip(axes[0], models):
+        for r in results["records"]:
+            if r["model"] != model or r["title"] == "f16":
+                continue
+            ours = any(part in registry._registered() for part in r["cache"]["kv"].split("/"))
+            kld, error = r["statistics"]["kld"]
+            axis.errorbar(
+                r["bits_per_value"], kld, yerr=error, fmt="o" if ours else "s", color="#1f6fb4" if ours else "#888888",
+                capsize=2, markersize=6,
+            )
+            axis.annotate(r["title"], (r["bits_per_value"], kld), textcoords="offset points", xytext=(6, 5), fontsize=8)
+        axis.set_yscale("log")
+        axis.set_xlim(2, 9.8)
+        axis.set_xlabel("allocated bits per value")
+        axis.set_title(model)
+        axis.grid(True, which="major", alpha=0.3)
+    axes[0][0].set_ylabel("mean KLD against the f16 cache (nats)\nlower is better")
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+
+
+def main(
+    models: str = typer.Option("smollm2", help="names separated by commas, or 'all'"),
+    chunks: int = typer.Option(8, min=1, help="chunks of n-ctx tokens; the second half of each is scored"),
+    n_ctx: int = typer.Option(1024, min=128),
+    threads: int = typer.Option(os.cpu_count() or 1),
+    text: Optional[Path] = typer.Option(None, help="a text file; default: llama.cpp's documentation"),
+    caches: Optional[str] = typer.Option(None, help="e.g. 'q8_0 kvq3/kvq2:2'; ':N' protects N layers at each end"),
+    output: Path = typer.Option(RESULTS, help="JSON; records of other models in it are kept"),
+    report: bool = typer.Option(False, help="measure nothing: print the table and write the plot from the JSON"),
+) -> None:
+    """Fidelity of KV cache types on real models."""
+    try:
+        if not report:
+            name, content = text_of(text)
+            chosen = DEFAULT_CACHES
+            if caches:
+                pairs = [part.partition(":") for part in caches.split()]
+                chosen = tuple(Cache(kv, int(n or 0)) for kv, _, n in pairs)
+            results = {**provenance(name, content, n_ctx, chunks), "records": []}
+            names = list(load_models()) if models == "all" else models.split(",")
+            if output.exists():
+                before = json.loads(output.read_text())
+                same = all(before.get(k) == results[k] for k in ("text_sha256", "n_ctx", "formats", "pin"))
+                results["records"] = [r for r in before["records"] if same and r["model"] not in names]
+            for model in names:
+                results["records"] += measure(model, chosen, content, n_ctx, chunks, threads)
+                # After each model: what is measured is not lost if a later one is interrupted.
+                partial = output.with_suffix(".partial")
+                partial.write_text(json.dumps(results, indent=1) + "\n")
+                partial.rename(output)
+        results = json.loads(output.read_text())
+        plot(results, output.with_suffix(".png"))
+        print(markdown(results))
+    except KvfmtError as error:
+        console.print(f"[bold red]error:[/bold red] {error}")
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

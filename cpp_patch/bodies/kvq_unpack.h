@@ -1,0 +1,74 @@
+// Unpacking of codes to integer levels, 64 at a time: scalar and AVX2. Levels are integers, so every path is exact.
+#pragma once
+
+#include "kvq_lloyd.h"
+
+#if defined(__AVX2__) && !defined(__CUDACC__) && !defined(__HIPCC__)
+#    define KVQ_AVX2 1
+#    include <immintrin.h>
+#endif
+
+#if defined(KVQ_AVX2)
+
+// Sixteen levels for a byte shuffle; tables of fewer levels are padded with zeros.
+static inline __m256i kvq_shuffle_table(const int8_t * levels, int n) {
+    int8_t padded[16] = { 0 };
+    memcpy(padded, levels, (size_t) n);
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) padded));
+}
+
+// Two-bit fields of the crumb layout: values 0..31 (half 0) or 32..63 (half 1), one byte each.
+static inline __m256i kvq_crumbs32(const uint8_t * qs, int half) {
+    const __m256i bytes  = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) qs));
+    const __m256i shifts = half ? _mm256_setr_epi32(4, 4, 4, 4, 6, 6, 6, 6) : _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
+    return _mm256_and_si256(_mm256_srlv_epi32(bytes, shifts), _mm256_set1_epi8(3));
+}
+
+// 32 bits -> 32 bytes, 0xFF where the bit is set.
+static inline __m256i kvq_spread_bits32(uint32_t bits) {
+    const __m256i where = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,
+                                           2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i which = _mm256_set1_epi64x((long long) 0x8040201008040201ull);
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), where);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, which), which);
+}
+
+static inline void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, int8_t * levels) {
+    const __m256i lookup = kvq_shuffle_table(table, 16);
+    const __m256i bytes  = _mm256_loadu_si256((const __m256i *) qs);
+    const __m256i mask   = _mm256_set1_epi8(15);
+    const __m256i low    = _mm256_and_si256(bytes, mask);
+    const __m256i high   = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+    _mm256_storeu_si256((__m256i *) levels, _mm256_shuffle_epi8(lookup, low));
+    _mm256_storeu_si256((__m256i *) (levels + 32), _mm256_shuffle_epi8(lookup, high));
+}
+
+#else
+
+KVQ_FN void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, int8_t * levels) {
+    for (int j = 0; j < 32; ++j) {
+        levels[j]      = table[qs[j] & 15];
+        levels[j + 32] = table[qs[j] >> 4];
+    }
+}
+
+#endif
+
+// Sum of products of 32 levels and 32 q8_0 codes. Both are at most 127 in magnitude, so 16-bit pair sums cannot overflow.
+KVQ_FN int32_t kvq_dot32(const int8_t * levels, const int8_t * q) {
+#if defined(KVQ_AVX2)
+    const __m256i a     = _mm256_loadu_si256((const __m256i *) levels);
+    const __m256i b     = _mm256_loadu_si256((const __m256i *) q);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_sign_epi8(a, a), _mm256_sign_epi8(b, a));
+    const __m256i quads = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    const __m128i half  = _mm_add_epi32(_mm256_castsi256_si128(quads), _mm256_extracti128_si256(quads, 1));
+    const __m128i two   = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < 32; ++i) {
+        sum += (int32_t) levels[i] * q[i];
+    }
+    return sum;
+#endif
+}

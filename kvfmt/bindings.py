@@ -1,0 +1,41 @@
+"""Cache types by name for llama-cpp-python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import MissingTool
+from .policy import parse_kv
+
+
+def cache_arguments(kv: str, protect: int | None = None) -> dict[str, Any]:
+    """Keyword arguments of ``llama_cpp.Llama`` for ``kv`` such as "kvq3/kvq2".
+
+    ``protect`` layers at each end stay f16; None leaves the choice to the library.
+    Raises UnknownName for a type that no cache can have.
+    """
+    k, v = parse_kv(kv)
+    arguments: dict[str, Any] = {"type_k": k.type_id, "type_v": v.type_id}
+    if k.is_quantized or v.is_quantized:
+        arguments["flash_attn"] = True
+    if protect is not None:
+        arguments["kv_protect"] = protect
+    return arguments
+
+
+def open_model(path: str, kv: str = "kvq3/kvq2", protect: int | None = None, **more: Any):
+    """``llama_cpp.Llama`` with a cache of those types. ``more`` goes to Llama.
+
+    Raises UnknownName for an unknown type, MissingTool if the installed llama-cpp-python is not the one
+    that ``kvfmt build`` makes: an unpatched library would read a foreign type id as garbage.
+    """
+    arguments = {**cache_arguments(kv, protect), **more}
+    try:
+        import llama_cpp
+    except ImportError:
+        raise MissingTool("llama-cpp-python is not installed", "Run: kvfmt build") from None
+    if "+kvfmt" not in llama_cpp.__version__:
+        raise MissingTool(
+            f"llama-cpp-python {llama_cpp.__version__} does not have the kvfmt types", "Run: kvfmt build"
+        )
+    return llama_cpp.Llama(model_path=str(path), **arguments)

@@ -1,0 +1,41 @@
+"""The table of formats that `kvfmt formats` prints."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from . import registry
+from .distortion import decibel_above_bound, gaussian_distortion
+
+
+def format_table() -> Table:
+    """One row a format: what it stores, what it costs, and its error on a unit Gaussian."""
+    table = Table(title="kvfmt block formats: one f16 scale per block", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", no_wrap=True)
+    table.add_column("for", no_wrap=True)
+    table.add_column("codes", min_width=8)
+    for title in ("block", "bytes", "bits", "MSE", "dB", "id"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("spec hash", no_wrap=True)
+    for fmt in registry.all_formats():
+        spec = fmt.spec
+        mse = gaussian_distortion(fmt)
+        table.add_row(
+            spec.name,
+            ",".join(spec.roles),
+            spec.summary,
+            str(spec.block),
+            str(spec.size),
+            f"{spec.bits_per_value:g}",
+            f"{mse:.5f}",
+            f"{decibel_above_bound(mse, spec.bits_per_value):.2f}",
+            str(spec.type_id),
+            spec.hash[:8],
+        )
+    table.caption = (
+        "bits: allocated per value, the scale counted. MSE: mean squared error on a unit Gaussian.\n"
+        "dB: above the rate-distortion bound at those bits; 6 dB is one bit."
+    )
+    table.caption_justify = "left"
+    return table

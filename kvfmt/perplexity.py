@@ -1,0 +1,90 @@
+"""Runs llama-perplexity and reads what it says: the cache as allocated, and the distance from the f16 cache."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import BuildFailed
+
+_NUMBER = r"(-?\d[\d.]*(?:e[+-]?\d+)?|nan|-nan|inf)"
+_STATISTICS = {
+    "ppl": rf"Mean PPL\(Q\)\s*:\s*{_NUMBER}\s*±\s*{_NUMBER}",
+    "ppl_base": rf"Mean PPL\(base\)\s*:\s*{_NUMBER}\s*±\s*{_NUMBER}",
+    "ppl_ratio": rf"Mean PPL\(Q\)/PPL\(base\)\s*:\s*{_NUMBER}\s*±\s*{_NUMBER}",
+    "kld": rf"Mean\s+KLD:\s*{_NUMBER}\s*±\s*{_NUMBER}",
+    "kld_median": rf"Median\s+KLD:\s*{_NUMBER}",
+    "kld_999": rf"99\.9%\s+KLD:\s*{_NUMBER}",
+    "kld_max": rf"Maximum KLD:\s*{_NUMBER}",
+    "same_top": rf"Same top p:\s*{_NUMBER}\s*±\s*{_NUMBER}",
+}
+_PPL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
+_BUFFER = re.compile(r"KV buffer size =\s*([\d.]+) MiB")
+_POLICY = re.compile(r"kv policy: (.*)")
+_POLICY_BITS = re.compile(r"total ([\d.]+) MiB, ([\d.]+) bits/value")
+_CHUNK = re.compile(r"\[(\d+)\]\d")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run. ``statistics`` maps a name to (value,) or (value, standard error); same_top is in percent."""
+
+    cache_mib: float
+    bits_per_value: float
+    statistics: dict[str, tuple[float, ...]]
+    policy: tuple[str, ...] = field(default=())
+
+
+def parse(output: str, compared: bool) -> Measured:
+    """Reads the output of a run with ``-lv 4``. Raises BuildFailed if what it should say is not there."""
+    buffers = [float(size) for size in _BUFFER.findall(output)]
+    policy = tuple(line.strip() for line in _POLICY.findall(output))
+    sizes = [tuple(map(float, pair)) for line in policy for pair in _POLICY_BITS.findall(line)]
+    if not buffers or not sizes:
+        raise BuildFailed("llama-perplexity did not say how large the cache is", "Run `kvfmt build`, then try again.")
+    bits = sum(mib * b for mib, b in sizes) and sum(m for m, _ in sizes) / sum(m / b for m, b in sizes)
+    found: dict[str, tuple[float, ...]] = {}
+    for name, pattern in _STATISTICS.items():
+        if match := re.search(pattern, output):
+            found[name] = tuple(float(x) for x in match.groups())
+    if match := _PPL.search(output):
+        found["ppl"] = tuple(float(x) for x in match.groups())
+    missing = (set(_STATISTICS) if compared else {"ppl"}) - set(found)
+    if missing:
+        raise BuildFailed(f"llama-perplexity did not print {sorted(missing)}", "Its output may have changed with the pin.")
+    return Measured(sum(buffers), bits, found, policy)
+
+
+def run(
+    program: Path, arguments: list[str], on_chunk: Callable[[int], None] | None = None, compared: bool = False
+) -> Measured:
+    """Runs llama-perplexity with ``arguments``; ``on_chunk(n)`` is called as chunks finish.
+
+    Raises BuildFailed with the end of its output if it stops with an error.
+    """
+    command = [str(program), *arguments, "-lv", "4"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    seen = bytearray()
+    chunks = 0
+    assert process.stdout is not None
+    # Chunk results come without line ends, so bytes are read as they arrive.
+    while piece := process.stdout.read1(4096):
+        seen += piece
+        if on_chunk:
+            numbers = [int(n) for n in _CHUNK.findall(seen[-400:].decode("utf-8", "replace"))]
+            rows = re.findall(rb"(?m)^\s*(\d+)\s+[\d.]+ ±", bytes(seen[-400:]))
+            latest = max([*numbers, *map(int, rows), chunks])
+            if latest > chunks:
+                chunks = latest
+                on_chunk(chunks)
+    output = seen.decode("utf-8", "replace")
+    if process.wait():
+        tail = "\n".join(output.splitlines()[-12:])
+        raise BuildFailed(
+            f"{program.name} stopped with status {process.returncode}:\n{tail}",
+            f"If it does not know a type or an option, run `kvfmt build`. The command was: {' '.join(command)}",
+        )
+    return parse(output, compared)
