@@ -1,0 +1,220 @@
+"""Small GGUF models with random weights, for layouts that no downloadable model of that size has.
+
+The vocabulary is the 256 bytes plus three control tokens, so that every tool can tokenize any text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Sequence
+
+import gguf
+import numpy as np
+
+N_VOCAB = 259
+
+
+def _vocab(writer: gguf.GGUFWriter) -> None:
+    tokens = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{byte:02X}>".encode() for byte in range(256)]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL] + [gguf.TokenType.BYTE] * 256
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * N_VOCAB)
+    writer.add_token_types([int(kind) for kind in kinds])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    writer.add_vocab_size(N_VOCAB)
+
+
+class _Weights:
+    """Random tensors, scaled so that activations keep their size; queries and keys larger, so that attention is sharp."""
+
+    def __init__(self, writer: gguf.GGUFWriter, seed: int):
+        self.writer = writer
+        self.rng = np.random.default_rng(seed)
+
+    def matrix(self, name: str, *shape: int, gain: float = 1.0) -> None:
+        values = self.rng.standard_normal(shape) * (gain / np.sqrt(shape[-1]))
+        self.writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+
+    def vector(self, name: str, size: int, kind: str = "weight", value: float = 1.0) -> None:
+        self.writer.add_tensor(f"{name}.{kind}", (value + 0.1 * self.rng.standard_normal(size)).astype(np.float32))
+
+
+def _common(writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_ctx: int) -> None:
+    writer.add_block_count(n_layer)
+    writer.add_embedding_length(n_embd)
+    writer.add_context_length(n_ctx)
+    writer.add_rope_freq_base(10000.0)
+    _vocab(writer)
+
+
+def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _ffn(weights: _Weights, block: str, n_embd: int, n_ff: int) -> None:
+    weights.matrix(f"{block}.ffn_gate", n_ff, n_embd)
+    weights.matrix(f"{block}.ffn_up", n_ff, n_embd)
+    weights.matrix(f"{block}.ffn_down", n_embd, n_ff)
+
+
+def llama(
+    path: Path,
+    *,
+    head: int = 64,
+    head_v: int | None = None,
+    n_head: int = 4,
+    n_head_kv: int | Sequence[int] = 2,
+    n_layer: int = 4,
+    n_embd: int = 128,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    n_rot: int | None = None,
+    seed: int = 1,
+) -> Path:
+    """A dense transformer.
+
+    A sequence for ``n_head_kv`` makes layers differ (arch deci), ``n_rot`` below ``head`` rotates
+    only a part of each head (arch stablelm).
+    """
+    varying = not isinstance(n_head_kv, int)
+    partial = n_rot is not None and n_rot != head
+    arch = "deci" if varying else "stablelm" if partial else "llama"
+    kv_heads = list(n_head_kv) if varying else [n_head_kv] * n_layer
+    head_v = head_v or head
+    if partial:
+        n_embd = n_head * head  # stablelm takes no other
+    writer = gguf.GGUFWriter(path, arch)
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count([n_head] * n_layer if varying else n_head)
+    writer.add_head_count_kv(kv_heads if varying else n_head_kv)
+    writer.add_feed_forward_length([n_ff] * n_layer if varying else n_ff)
+    writer.add_key_length(head)
+    writer.add_value_length(head_v)
+    writer.add_rope_dimension_count(n_rot or head)
+    if partial:
+        writer.add_layer_norm_eps(1e-5)
+        writer.add_parallel_residual(False)
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+    weights.vector("output_norm", n_embd)
+    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    if partial:
+        weights.vector("output_norm", n_embd, "bias", 0.0)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "ffn_norm"):
+            weights.vector(f"{block}.{norm}", n_embd)
+            if partial:
+                weights.vector(f"{block}.{norm}", n_embd, "bias", 0.0)
+        weights.matrix(f"{block}.attn_q", n_head * head, n_embd, gain=1.5)
+        weights.matrix(f"{block}.attn_k", kv_heads[layer] * head, n_embd, gain=1.5)
+        weights.matrix(f"{block}.attn_v", kv_heads[layer] * head_v, n_embd)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * head_v)
+        _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
+
+
+def mla(
+    path: Path,
+    *,
+    n_lora_kv: int = 128,
+    n_rot: int = 64,
+    head_nope: int = 64,
+    head_v: int = 64,
+    n_head: int = 4,
+    n_layer: int = 4,
+    n_embd: int = 128,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """Multi-head latent attention (arch deepseek2): one K per token, V is a view of it."""
+    n_lora_q = 96
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(1)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_leading_dense_block_count(n_layer)
+    writer.add_q_lora_rank(n_lora_q)
+    writer.add_kv_lora_rank(n_lora_kv)
+    writer.add_key_length(n_lora_kv + n_rot)
+    writer.add_value_length(n_lora_kv)
+    writer.add_key_length_mla(head_nope + n_rot)
+    writer.add_value_length_mla(head_v)
+    writer.add_rope_dimension_count(n_rot)
+    writer.add_expert_feed_forward_length(n_ff)
+    writer.add_expert_shared_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+    weights.vector("output_norm", n_embd)
+    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        weights.vector(f"{block}.attn_norm", n_embd)
+        weights.vector(f"{block}.attn_q_a_norm", n_lora_q)
+        weights.vector(f"{block}.attn_kv_a_norm", n_lora_kv)
+        weights.matrix(f"{block}.attn_q_a", n_lora_q, n_embd)
+        weights.matrix(f"{block}.attn_q_b", n_head * (head_nope + n_rot), n_lora_q, gain=1.5)
+        weights.matrix(f"{block}.attn_kv_a_mqa", n_lora_kv + n_rot, n_embd, gain=1.5)
+        weights.matrix(f"{block}.attn_k_b", n_head, n_lora_kv, head_nope)
+        weights.matrix(f"{block}.attn_v_b", n_head, head_v, n_lora_kv)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * head_v)
+        weights.vector(f"{block}.ffn_norm", n_embd)
+        _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
+
+
+def hybrid(
+    path: Path,
+    *,
+    attention_layers: Sequence[int] = (2, 5, 8, 10),
+    n_layer: int = 12,
+    head: int = 64,
+    n_head: int = 2,
+    n_head_kv: int = 1,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """Short convolutions with attention in between (arch lfm2): only some layers own KV."""
+    n_embd, n_conv = n_head * head, 3
+    writer = gguf.GGUFWriter(path, "lfm2")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv([n_head_kv if layer in attention_layers else 0 for layer in range(n_layer)])
+    writer.add_feed_forward_length(n_ff)
+    writer.add_shortconv_l_cache(n_conv)
+    writer.add_rope_dimension_count(head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+    weights.vector("token_embd_norm", n_embd)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        weights.vector(f"{block}.attn_norm", n_embd)
+        weights.vector(f"{block}.ffn_norm", n_embd)
+        if layer in attention_layers:
+            weights.vector(f"{block}.attn_q_norm", head)
+            weights.vector(f"{block}.attn_k_norm", head)
+            weights.matrix(f"{block}.attn_q", n_head * head, n_embd)
+            weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd)
+            weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
+            weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        else:
+            weights.matrix(f"{block}.shortconv.conv", n_embd, n_conv)
+            weights.matrix(f"{block}.shortconv.in_proj", 3 * n_embd, n_embd)
+            weights.matrix(f"{block}.shortconv.out_proj", n_embd, n_embd)
+        _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
