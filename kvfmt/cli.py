@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from typing import Callable, Optional
 
 import typer
@@ -20,6 +21,8 @@ def plain_errors(command: Callable) -> Callable:
 
     @functools.wraps(command)
     def wrapper(*args, **kwargs):
+        # Ended from outside, too, what was started (ninja, pip) is ended first and half a file taken away.
+        signal.signal(signal.SIGTERM, _interrupt)
         try:
             return command(*args, **kwargs)
         except KvfmtError as error:
@@ -32,6 +35,10 @@ def plain_errors(command: Callable) -> Callable:
             raise typer.Exit(130) from None
 
     return wrapper
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _plain(text: str) -> str:

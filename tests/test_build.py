@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -114,7 +116,7 @@ def test_no_disk_is_said_before_anything_is_written(monkeypatch, tmp_path):
     monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000}))
     with pytest.raises(errors.NoSpace, match="0.0 GB are free"):
         fetch_it()
-    with pytest.raises(errors.NoSpace, match="Compiling llama.cpp needs 4.0 GB"):
+    with pytest.raises(errors.NoSpace, match="Compiling llama.cpp needs 2.0 GB"):
         compiling.build_tools(get_pin(), ("llama-cli",))
     assert not (tmp_path / "build").exists()
 
@@ -422,3 +424,38 @@ def test_the_corpora_are_read_in_one_order_from_the_unpatched_tree():
     assert texts.corpus("cpp", pin) == "x\n"
     with pytest.raises(errors.UnknownName, match="docs, cpp"):
         texts.corpus("poems", pin)
+
+
+# --- what `make build` installed -------------------------------------------------------------------------------------
+
+IMPORT = """
+import json, llama_cpp
+from llama_cpp import _ggml
+maps = {line.split()[-1] for line in open("/proc/self/maps") if "/libggml" in line or "/libllama" in line}
+print(json.dumps([llama_cpp.__version__, sorted(maps)]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the loaded libraries from /proc")
+def test_the_installed_wheel_is_of_this_series_and_loads_each_library_once(tmp_path):
+    """Two copies of one library in a process would be two ggml states; upstream's wheel carries three files of each."""
+    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + "\nrun `make build` first"
+    version, loaded = json.loads(done.stdout)
+    pin = get_pin()
+    assert version == wheel.wheel_version(pin, patching.hash_all(patching.load_all(pin)), True)
+    names = [Path(p).name for p in loaded]
+    assert len(names) == len(set(names)) and {"libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= set(names)
+    assert len({Path(p).parent for p in loaded}) == 1
+
+
+def test_ended_from_outside_the_command_line_stops_as_if_interrupted(monkeypatch):
+    from kvfmt.build import engine
+
+    monkeypatch.setattr(engine, "run_build", lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        result = CliRunner().invoke(app, ["build"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 130 and "run the same command again" in result.output
