@@ -129,7 +129,8 @@ class Format:
         """Packed rows, uint8 [rows, k * size], times a float32 query [k * block] -> float32 [rows].
 
         As in ggml, the query is first quantized to q8_0; the products are summed as integers. The
-        result is within ``2**-7 * max|q| * sum|k|`` of the float64 product of the decoded row.
+        result is within ``(2**-7 * max|q| + 2**-18) * sum|k|`` of the float64 product of the decoded
+        row, for max|q| below 127 * 65504, where q8_0's own f16 scale overflows.
         Raises TypeError or ValueError for shapes and dtypes that do not fit.
         """
         data = self._whole_blocks(data)

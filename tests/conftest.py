@@ -1,0 +1,42 @@
+"""Where the built ggml and the unpatched tree lie. A missing one fails the tests that need it; none is skipped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvfmt.build.paths import build_dir
+from kvfmt.build.pins import get_pin
+
+PIN = get_pin()
+
+
+def _built(path: Path, what: str) -> Path:
+    if not path.exists():
+        pytest.fail(f"{what} is not at {path}: run `kvfmt build` first, or point KVFMT_BIN at another build", pytrace=False)
+    return path
+
+
+@pytest.fixture(scope="session")
+def ggml_libdir() -> Path:
+    """The folder with the programs and shared libraries of one build: $KVFMT_BIN, or what `kvfmt build` made."""
+    own = os.environ.get("KVFMT_BIN")
+    folder = Path(own).resolve() if own else build_dir(PIN.name) / "cmake-cpu" / "bin"
+    _built(folder / "libggml-base.so", "the patched ggml")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ggml(ggml_libdir):
+    from ggml_lib import Ggml
+
+    return Ggml(ggml_libdir)
+
+
+@pytest.fixture(scope="session")
+def pristine() -> Path:
+    """The unpatched source distribution of the default pin: $KVFMT_PRISTINE, or what `kvfmt build` unpacked."""
+    own = os.environ.get("KVFMT_PRISTINE")
+    return _built(Path(own).resolve() if own else build_dir(PIN.name) / "pristine", "the unpatched tree")

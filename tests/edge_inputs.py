@@ -1,0 +1,79 @@
+"""Blocks of 64 float32 values with names: what every encoder must agree on, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 64
+F16_MAX = 65504.0
+
+
+def named_blocks() -> dict[str, np.ndarray]:
+    """Name -> float32 [64]."""
+    ramp = np.arange(BLOCK, dtype=np.float32)
+    rng = np.random.default_rng(20240817)
+    normal = rng.standard_normal(BLOCK).astype(np.float32)
+
+    def spike(value: float, background: float = 0.0) -> np.ndarray:
+        block = np.full(BLOCK, background, np.float32)
+        block[17] = value
+        return block
+
+    def with_values(values: dict[int, float]) -> np.ndarray:
+        block = normal.copy()
+        for index, value in values.items():
+            block[index] = value
+        return block
+
+    blocks = {
+        "zero": np.zeros(BLOCK),
+        "negative_zero": np.full(BLOCK, -0.0),
+        "ones": np.ones(BLOCK),
+        "minus_ones": -np.ones(BLOCK),
+        "alternating": np.where(ramp % 2 == 0, 1.0, -1.0),
+        "ramp": ramp - 31.5,
+        "one_huge_value": spike(60000.0, 1e-3),
+        "one_huge_negative_value": spike(-60000.0, -1e-3),
+        "single_spike": spike(1.0),
+        "normal": normal,
+        "normal_tiny": normal * np.float32(1e-6),
+        "normal_large": normal * np.float32(1e4),
+        "f16_max": np.full(BLOCK, F16_MAX),
+        "f16_max_alternating": np.where(ramp % 2 == 0, F16_MAX, -F16_MAX),
+        "beyond_f16": np.full(BLOCK, 1e30),
+        "infinity": with_values({3: np.inf}),
+        "negative_infinity": with_values({3: -np.inf}),
+        "all_infinite": np.full(BLOCK, np.inf),
+        "nan": with_values({5: np.nan}),
+        "negative_nan": with_values({5: np.float32(np.uint32(0xFFC00001).view(np.float32))}),
+        "all_nan": np.full(BLOCK, np.nan),
+        "nan_and_infinity": with_values({5: np.nan, 6: np.inf, 7: -np.inf}),
+        "f32_subnormals": np.full(BLOCK, 1e-40),
+        "smallest_subnormal": spike(float(np.float32(1e-45))),
+        "f16_subnormal_scale": normal * np.float32(2.0**-20),
+        "scale_rounds_to_zero": normal * np.float32(2.0**-28),
+        "just_below_zero_limit": spike(float(np.nextafter(np.float32(2.0**-26), np.float32(0)))),
+        "at_zero_limit": spike(2.0**-26),
+        "smallest_scale": np.full(BLOCK, 2.0**-24),
+        "scale_tie_even": np.full(BLOCK, 1.0 + 2.0**-11),
+        "scale_tie_odd": np.full(BLOCK, 1.0 + 3 * 2.0**-11),
+        "threshold_ties": np.concatenate([[32767.0], np.arange(1, BLOCK) * 512.0]),
+        "half_integers": np.concatenate([[32767.0], np.arange(BLOCK - 1) * 401.0 + 0.5]),
+        "two_magnitudes": np.where(ramp < 32, 0.3, 1.0) * np.where(ramp % 3 == 0, -1, 1),
+    }
+    return {name: np.asarray(block, np.float32) for name, block in blocks.items()}
+
+
+def edge_rows() -> np.ndarray:
+    """float32 [n, 64], one row per named block."""
+    return np.stack(list(named_blocks().values()))
+
+
+def random_rows(n: int, seed: int) -> np.ndarray:
+    """float32 [n, 64]: normal, Laplacian, Student-t and sparse rows over forty octaves of scale."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((n, BLOCK))
+    rows[1::4] = rng.laplace(size=rows[1::4].shape)
+    rows[2::4] = rng.standard_t(2, size=rows[2::4].shape)
+    rows[3::4] *= rng.random(rows[3::4].shape) < 0.1
+    return (rows * np.exp2(rng.uniform(-26, 14, (n, 1)))).astype(np.float32)

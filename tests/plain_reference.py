@@ -1,0 +1,131 @@
+"""A second, slow implementation of the formats, written from the rules in the specs and sharing no code with them.
+
+Python floats are float64. The float32 result of one multiplication or division is the float64 result rounded
+to float32, because float64 has more than twice the bits (Figueroa 1995); rounding to f16 is numpy's.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+BLOCK = 64
+F16_MAX = 65504.0
+SMALLEST_AMAX = 2.0**-26
+
+
+def f32(value: float) -> float:
+    return float(np.float32(value))
+
+
+def f16_of_scale(value: float) -> float:
+    return float(np.float16(np.float32(min(value, F16_MAX))))
+
+
+def sanitised(x: Sequence[float]) -> list[float]:
+    return [0.0 if math.isnan(v) else max(-F16_MAX, min(F16_MAX, v)) for v in map(float, x)]
+
+
+def normalised(x: Sequence[float]) -> tuple[float, list[int]] | None:
+    """(amax, integers), or None for the zero block. round() rounds ties to even."""
+    values = sanitised(x)
+    amax = max(abs(v) for v in values)
+    if amax < SMALLEST_AMAX:
+        return None
+    inverse = f32(32767.0 / amax)
+    return amax, [round(f32(v * inverse)) for v in values]
+
+
+def lloyd_codes(x: Sequence[float], levels: Sequence[int], grid: Sequence[Sequence[int]]) -> tuple[float, list[tuple[int, int]]] | None:
+    """(f16 scale, (magnitude index, sign) of each value), or None for the zero block. ``levels``: the positive ones."""
+    found = normalised(x)
+    if found is None:
+        return None
+    amax, xi = found
+    best = None
+    for thresholds in grid:
+        index = [sum(abs(v) > t for t in thresholds) for v in xi]
+        explained = sum(abs(v) * levels[i] for v, i in zip(xi, index))
+        energy = sum(levels[i] ** 2 for i in index)
+        score = f32(f32(f32(explained) * f32(explained)) / f32(energy))
+        if best is None or score > best[0]:
+            best = score, explained, energy, index
+    _, explained, energy, index = best
+    ratio = f32(f32(explained) / f32(energy))
+    scale = f16_of_scale(f32(ratio * f32(amax * f32(64 / 32767))))
+    if scale == 0:
+        return None
+    return scale, [(i, int(v < 0)) for v, i in zip(xi, index)]
+
+
+def _crumbs(values: Sequence[int]) -> bytes:
+    """Byte j holds values j, j+16, j+32 and j+48, two bits each, lowest first."""
+    return bytes(sum(values[j + 16 * k] << (2 * k) for k in range(4)) for j in range(16))
+
+
+def _nibbles(values: Sequence[int]) -> bytes:
+    return bytes(values[j] + 16 * values[j + 32] for j in range(32))
+
+
+def _scale(value: float) -> bytes:
+    return struct.pack("<e", value)
+
+
+def encode_kvq2(x, levels, grid) -> bytes:
+    found = lloyd_codes(x, levels, grid)
+    if found is None:
+        return bytes(18)
+    scale, codes = found
+    return _scale(scale) + _crumbs([index + 2 * sign for index, sign in codes])
+
+
+def encode_kvq3(x, levels, grid) -> bytes:
+    found = lloyd_codes(x, levels, grid)
+    if found is None:
+        return bytes(26)
+    scale, codes = found
+    signs = sum(sign << i for i, (_, sign) in enumerate(codes))
+    return _scale(scale) + _crumbs([index for index, _ in codes]) + signs.to_bytes(8, "little")
+
+
+def encode_kvq4(x, levels, grid) -> bytes:
+    found = lloyd_codes(x, levels, grid)
+    if found is None:
+        return bytes(34)
+    scale, codes = found
+    return _scale(scale) + _nibbles([index + 8 * sign for index, sign in codes])
+
+
+def encode_kvnf4(x, thresholds) -> bytes:
+    found = normalised(x)
+    scale = 0.0 if found is None else f16_of_scale(f32(found[0] * f32(128 / 127)))
+    if scale == 0:
+        return bytes(2) + _nibbles([7] * BLOCK)
+    return _scale(scale) + _nibbles([sum(v > t for t in thresholds) for v in found[1]])
+
+
+def _read_crumbs(data: bytes) -> list[int]:
+    return [data[i % 16] >> (2 * (i // 16)) & 3 for i in range(BLOCK)]
+
+
+def _read_nibbles(data: bytes) -> list[int]:
+    return [data[i % 32] >> (4 * (i // 32)) & 15 for i in range(BLOCK)]
+
+
+def codes_of(name: str, data: bytes) -> list[int]:
+    """The code of each value of a packed block."""
+    if name == "kvq2":
+        return _read_crumbs(data[2:18])
+    if name == "kvq3":
+        signs = int.from_bytes(data[18:26], "little")
+        return [index + 4 * (signs >> i & 1) for i, index in enumerate(_read_crumbs(data[2:18]))]
+    return _read_nibbles(data[2:34])
+
+
+def decode(name: str, data: bytes, levels: Sequence[int], level_shift: int) -> list[float]:
+    """``levels``: of every code."""
+    (scale,) = struct.unpack("<e", data[:2])
+    return [scale * (levels[code] * 2.0**-level_shift) for code in codes_of(name, data)]
