@@ -97,10 +97,12 @@ def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None) 
     return folder / "bin"
 
 
-def _environment() -> dict[str, str]:
+def _environment(folder: Path) -> dict[str, str]:
     # llama.cpp stamps the commit of the git repository around it into every build; that would be kvfmt's own,
     # and each of its commits would compile again.
-    return {**os.environ, "GIT_CEILING_DIRECTORIES": "/", "GIT_DIR": os.devnull, "NINJA_STATUS": "[%f/%t] "}
+    chosen = {"GIT_DIR": os.devnull, "NINJA_STATUS": "[%f/%t] "}
+    # Where ccache is installed, llama.cpp uses it. Paths relative to this folder let checkouts share what it holds.
+    return {"CCACHE_BASEDIR": str(folder.parent), **os.environ, **chosen}
 
 
 def _configure(source: Path, folder: Path) -> None:
@@ -112,7 +114,7 @@ def _configure(source: Path, folder: Path) -> None:
         return
     if stamp.exists() and json.loads(stamp.read_text())["command"][0] != command[0]:
         (folder / "CMakeCache.txt").unlink(missing_ok=True)  # another cmake does not accept it
-    done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment(folder))
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
         raise BuildFailed(f"CMake could not configure llama.cpp:\n{tail}", f"The command was: {' '.join(command)}")
@@ -122,7 +124,7 @@ def _configure(source: Path, folder: Path) -> None:
 
 def _ninja(folder: Path, targets: tuple[str, ...], jobs: int | None) -> None:
     command = [program("ninja"), "-C", str(folder), *([f"-j{jobs}"] if jobs else []), *targets]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=_environment())
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=_environment(folder))
     since_failure: list[str] = []
     recent: deque[str] = deque(maxlen=40)
     done = 0

@@ -11,6 +11,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
 from cpp_patch.apply import apply_all, hash_all, load_all
@@ -41,7 +42,11 @@ def ensure_pristine(pin: Pin) -> Path:
         # The distribution carries git metadata, through which git would take the tree for a repository.
         for git in (unpacked / ".git", unpacked / "vendor" / "llama.cpp" / ".git"):
             shutil.rmtree(git) if git.is_dir() else git.unlink(missing_ok=True)
-        os.replace(unpacked, target)
+        try:
+            os.replace(unpacked, target)
+        except OSError:
+            if not target.exists():  # else another process was faster
+                raise
     step(f"unpacked {pin.sdist} (llama.cpp {pin.llama_commit}, ggml {pin.ggml_version})")
     return target
 
@@ -54,6 +59,7 @@ def sync_src(pin: Pin, *, discard_edits: bool = False) -> str:
     """
     pristine = ensure_pristine(pin)
     src = build_dir(pin.name) / "src"
+    _sweep(src.parent)
     if not src.exists():
         copy = src.with_name("src.partial")
         shutil.rmtree(copy, ignore_errors=True)
@@ -93,6 +99,13 @@ def sync_src(pin: Pin, *, discard_edits: bool = False) -> str:
     else:
         step(f"no patch series for {pin.name} yet: this is stock llama.cpp, without the kvfmt types")
     return wanted
+
+
+def _sweep(home: Path) -> None:
+    """Takes away what a killed process left; an hour, because another may be unpacking right now."""
+    for left in (*home.glob("unpack-*"), *home.glob("patch-*")):
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _bring(file: str, source: Path, destination: Path) -> bool:
