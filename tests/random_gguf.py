@@ -176,6 +176,46 @@ def mla(
     return _finish(writer, path)
 
 
+def iswa(
+    path: Path,
+    *,
+    n_layer: int = 7,
+    head: int = 64,
+    n_head: int = 4,
+    n_head_kv: int = 1,
+    window: int = 128,
+    n_embd: int = 128,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """Sliding windows on all layers but every sixth (arch gemma3): two caches."""
+    writer = gguf.GGUFWriter(path, "gemma3")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_sliding_window(window)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=2.0)
+    weights.vector("output_norm", n_embd)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            weights.vector(f"{block}.{norm}", n_embd)
+        weights.vector(f"{block}.attn_q_norm", head, value=1.5)
+        weights.vector(f"{block}.attn_k_norm", head)
+        weights.matrix(f"{block}.attn_q", n_head * head, n_embd)
+        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd)
+        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
+
+
 def hybrid(
     path: Path,
     *,
