@@ -77,3 +77,34 @@ def random_rows(n: int, seed: int) -> np.ndarray:
     rows[2::4] = rng.standard_t(2, size=rows[2::4].shape)
     rows[3::4] *= rng.random(rows[3::4].shape) < 0.1
     return (rows * np.exp2(rng.uniform(-26, 14, (n, 1)))).astype(np.float32)
+
+
+def structured_rows(n: int, seed: int) -> np.ndarray:
+    """float32 [n, 64]: what caches hold beside noise. Outlier channels, rotations, offsets, steps, repeats."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((n, BLOCK))
+    position = np.arange(n)[:, None]
+    channel = np.arange(BLOCK)[None, :]
+    outlier = np.where(channel % 31 == 7, 40.0, 1.0)
+    kinds = [
+        rows * outlier,
+        np.sin(position / 10000.0 ** (channel / BLOCK) + channel),
+        rows * 0.01 + 8.0 * np.cos(channel),
+        np.round(rows * 4),
+        np.repeat(rows[:, ::16], 16, axis=1),
+        np.sort(rows, axis=1),
+        np.where(rows > 0, 1.0, -0.25) + 1e-4 * rows,
+    ]
+    return np.stack([kinds[i % len(kinds)][i] for i in range(n)]).astype(np.float32)
+
+
+def tie_rows(thresholds: np.ndarray) -> np.ndarray:
+    """float32 [n, 64] whose blocks normalise with a factor of one: values on, beside and half-way to each threshold.
+
+    Both signs, and once more scaled by a power of two.
+    """
+    around = np.unique(np.asarray(thresholds, np.float64).ravel())[:, None] + np.array([-0.5, 0.0, 0.5, 1.0])
+    around = np.clip(np.concatenate([around, -around]).ravel(), -32767, 32767)
+    around = np.concatenate([around, np.zeros(-len(around) % (BLOCK - 1))]).reshape(-1, BLOCK - 1)
+    rows = np.concatenate([np.full((len(around), 1), 32767.0), around], axis=1)
+    return np.concatenate([rows, rows * 2.0**-17]).astype(np.float32)

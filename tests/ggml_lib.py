@@ -24,8 +24,8 @@ VEC_DOT = ctypes.CFUNCTYPE(
 GGML_TYPE_F32 = 0
 GGML_TYPE_F16 = 1
 GGML_TYPE_Q8_0 = 8
+GGML_TYPE_I32 = 26
 GGML_TYPE_I64 = 27
-GGML_PREC_F32 = 10
 
 
 class TypeTraits(ctypes.Structure):
@@ -94,7 +94,8 @@ class Ggml:
             ("ggml_cpy", void_p, [void_p, void_p, void_p]),
             ("ggml_mul_mat", void_p, [void_p, void_p, void_p]),
             ("ggml_flash_attn_ext", void_p, [void_p, void_p, void_p, void_p, void_p, c_float, c_float, c_float]),
-            ("ggml_flash_attn_ext_set_prec", None, [void_p, c_int]),
+            ("ggml_permute", void_p, [void_p, void_p, c_int, c_int, c_int, c_int]),
+            ("ggml_cont", void_p, [void_p, void_p]),
             ("ggml_new_graph", void_p, [void_p]),
             ("ggml_build_forward_expand", None, [void_p, void_p]),
             ("ggml_nbytes", size_t, [void_p]),
@@ -103,6 +104,7 @@ class Ggml:
             function.restype, function.argtypes = result, arguments
         for name, result, arguments in [
             ("ggml_get_type_traits_cpu", ctypes.POINTER(CpuTraits), [c_int]),
+            ("ggml_cpu_kvq_to_float", void_p, [c_int]),
             ("ggml_graph_compute_with_ctx", c_int, [void_p, void_p, c_int]),
         ]:
             function = getattr(self.cpu, name)
@@ -113,6 +115,10 @@ class Ggml:
 
     def cpu_traits(self, type_id: int) -> CpuTraits:
         return self.cpu.ggml_get_type_traits_cpu(type_id).contents
+
+    def cpu_to_float(self, type_id: int) -> TO_FLOAT:
+        """What flash attention on the CPU dequantizes values with."""
+        return TO_FLOAT(self.cpu.ggml_cpu_kvq_to_float(type_id))
 
     def quantize(self, function, x: np.ndarray, row_bytes: int) -> np.ndarray:
         """Call a from_float function on the rows of ``x`` (float32 [rows, n])."""
@@ -143,13 +149,13 @@ class Graph:
     def __exit__(self, *exc) -> None:
         self.ggml.base.ggml_free(self.ctx)
 
-    def tensor(self, type_id: int, shape: tuple[int, ...], data: np.ndarray | None = None) -> int:
-        """A tensor with ggml's order of extents (innermost first), filled with ``data`` or zeros."""
+    def tensor(self, type_id: int, shape: tuple[int, ...], data: np.ndarray | None = None, fill: int = 0) -> int:
+        """A tensor with ggml's order of extents (innermost first), filled with ``data`` or with one byte."""
         extents = tuple(shape) + (1,) * (4 - len(shape))
         tensor = self.ggml.base.ggml_new_tensor_4d(self.ctx, type_id, *extents)
         size = self.ggml.base.ggml_nbytes(tensor)
         if data is None:
-            ctypes.memset(self.ggml.base.ggml_get_data(tensor), 0, size)
+            ctypes.memset(self.ggml.base.ggml_get_data(tensor), fill, size)
         else:
             data = np.ascontiguousarray(data)
             assert data.nbytes == size, (data.nbytes, size)
@@ -160,6 +166,10 @@ class Graph:
         size = self.ggml.base.ggml_nbytes(tensor)
         raw = ctypes.string_at(self.ggml.base.ggml_get_data(tensor), size)
         return np.frombuffer(raw, np.uint8).copy()
+
+    def swapped(self, tensor: int) -> int:
+        """A view with the second and third extents exchanged, as attention sees a cache of [head, heads, tokens]."""
+        return self.ggml.base.ggml_permute(self.ctx, tensor, 0, 2, 1, 3)
 
     def compute(self, result: int, threads: int = 2) -> np.ndarray:
         """Run the graph that ends in ``result``; returns its raw bytes."""
