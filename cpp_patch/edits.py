@@ -7,6 +7,7 @@ carry the series from one llama.cpp version to the next; line numbers would not.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +79,8 @@ class Span:
     lines: tuple[str, ...]
 
 
-def locate(original: list[str], edit: Edit, patch_name: str) -> Span:
-    """The span that an edit changes. Raises EditError unless its anchor occurs exactly once."""
+def locate(original: list[str], edit: Edit, patch_name: str) -> list[Span]:
+    """The spans that an edit changes. Raises EditError unless its anchor occurs exactly once."""
     anchor = edit.anchor.strip("\n").split("\n")
     hits = [i for i in range(len(original) - len(anchor) + 1) if original[i : i + len(anchor)] == anchor]
     if len(hits) != 1:
@@ -88,15 +89,12 @@ def locate(original: list[str], edit: Edit, patch_name: str) -> Span:
     lines = tuple(edit.text.strip("\n").split("\n")) if edit.text.strip("\n") else ()
     start, stop = hits[0], hits[0] + len(anchor)
     if edit.where == "before":
-        return Span(start, start, lines)
+        return [Span(start, start, lines)]
     if edit.where == "after":
-        return Span(stop, stop, lines)
-    # Anchor lines that the replacement keeps at its ends are context, not change.
-    while anchor and lines and anchor[0] == lines[0]:
-        anchor, lines, start = anchor[1:], lines[1:], start + 1
-    while anchor and lines and anchor[-1] == lines[-1]:
-        anchor, lines, stop = anchor[:-1], lines[:-1], stop - 1
-    return Span(start, stop, lines)
+        return [Span(stop, stop, lines)]
+    # Anchor lines that the replacement keeps are context, not change.
+    changes = difflib.SequenceMatcher(None, anchor, lines, autojunk=False).get_opcodes()
+    return [Span(start + i0, start + i1, lines[j0:j1]) for tag, i0, i1, j0, j1 in changes if tag != "equal"]
 
 
 def apply_spans(original: list[str], spans: list[Span]) -> list[str]:

@@ -100,7 +100,7 @@ def render_tree(tree: str, pristine: Path) -> dict[str, str]:
                     raise edits.EditError(f"{patch.name}: {edit.path} does not exist in {pristine}")
                 current[edit.path] = _lines(target.read_text())
             rendered = edits.Edit(edit.path, edit.anchor, edit.where, env.from_string(edit.text).render())
-            spans.setdefault(edit.path, []).append(edits.locate(current[edit.path], rendered, patch.name))
+            spans.setdefault(edit.path, []).extend(edits.locate(current[edit.path], rendered, patch.name))
         for path in sorted(spans):
             in_order = edits.ordered(spans[path], path)
             diffs.append(edits.unified(path, current[path], in_order))
