@@ -25,7 +25,8 @@ _PPL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
 _BUFFER = re.compile(r"KV buffer size =\s*([\d.]+) MiB")
 _POLICY = re.compile(r"kv policy: (.*)")
 _POLICY_BITS = re.compile(r"total ([\d.]+) MiB, ([\d.]+) bits/value")
-_CHUNK = re.compile(r"\[(\d+)\]\d")
+#: "[3]12.3," while it computes perplexity, "   3   12.3 ±" at the start of a line while it compares
+_CHUNK = re.compile(r"(?m)(?:^\s*|\[)(\d+)(?:\]\d|\s+[\d.]+ ±)")
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ def run(
     while piece := process.stdout.read1(4096):
         seen += piece
         if on_chunk:
-            numbers = [int(n) for n in _CHUNK.findall(seen[-400:].decode("utf-8", "replace"))]
-            rows = re.findall(rb"(?m)^\s*(\d+)\s+[\d.]+ ±", bytes(seen[-400:]))
-            latest = max([*numbers, *map(int, rows), chunks])
+            latest = max([int(n) for n in _CHUNK.findall(seen[-400:].decode("utf-8", "replace"))] + [chunks])
             if latest > chunks:
                 chunks = latest
                 on_chunk(chunks)
