@@ -147,6 +147,8 @@ def _ninja(folder: Path, targets: tuple[str, ...], jobs: int | None) -> None:
         if process.poll() is None:
             process.terminate()
             process.wait()
+    if process.returncode < 0:
+        raise BuildFailed(f"ninja was ended by signal {-process.returncode}", "Run the same command again: it goes on where it stopped.")
     if process.returncode:
         # A command line of ninja's is longer than what the compiler says; cut it.
         lines = [line.rstrip()[:400] for line in since_failure or recent][:60]
