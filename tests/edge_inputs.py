@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
+
+from kvfmt.spec import BlockSpec
 
 BLOCK = 64
 F16_MAX = 65504.0
@@ -98,13 +102,40 @@ def structured_rows(n: int, seed: int) -> np.ndarray:
     return np.stack([kinds[i % len(kinds)][i] for i in range(n)]).astype(np.float32)
 
 
-def tie_rows(thresholds: np.ndarray) -> np.ndarray:
-    """float32 [n, 64] whose blocks normalise with a factor of one: values on, beside and half-way to each threshold.
+def _winners(magnitude: np.ndarray, levels: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Which row of the grid the search chooses for each block of integer magnitudes."""
+    scores = []
+    for thresholds in grid:
+        chosen = levels[np.searchsorted(thresholds, np.rint(magnitude))]
+        scores.append((magnitude * chosen).sum(axis=1) ** 2 / (chosen**2).sum(axis=1))
+    return np.argmax(scores, axis=0)
 
-    Both signs, and once more scaled by a power of two.
+
+@lru_cache
+def tie_rows(spec: BlockSpec) -> np.ndarray:
+    """float32 [n, 64]: blocks with values on, beside and half-way to every threshold that can decide a code.
+
+    The largest magnitude is 32767, so that values normalise to themselves. Where thresholds belong to candidate
+    scales, only blocks are kept in which that very candidate wins. Once more scaled by a power of two.
     """
-    around = np.unique(np.asarray(thresholds, np.float64).ravel())[:, None] + np.array([-0.5, 0.0, 0.5, 1.0])
-    around = np.clip(np.concatenate([around, -around]).ravel(), -32767, 32767)
-    around = np.concatenate([around, np.zeros(-len(around) % (BLOCK - 1))]).reshape(-1, BLOCK - 1)
-    rows = np.concatenate([np.full((len(around), 1), 32767.0), around], axis=1)
-    return np.concatenate([rows, rows * 2.0**-17]).astype(np.float32)
+    table = next(t for t in spec.tables if t.dtype == "i16")
+    grid = np.array(table.values, np.float64).reshape(-1, table.shape[-1])
+    rng = np.random.default_rng(spec.type_id)
+    rows = np.concatenate([rng.standard_normal((800, BLOCK)), rng.uniform(-1, 1, (400, BLOCK)), rng.standard_t(3, (800, BLOCK))])
+    rows = np.rint(rows * (32767 / np.abs(rows).max(axis=1, keepdims=True)))
+    searched = len(grid) > 1
+    levels = np.array(spec.table("levels").values[: len(grid[0]) + 1], np.float64)
+    winner = _winners(np.abs(rows), levels, grid) if searched else np.zeros(len(rows), int)
+    top = np.abs(rows).argmax(axis=1)
+    for row, w, keep in zip(rows, winner, top):
+        near = np.concatenate([grid[w][grid[w] < 32767] + offset for offset in (-0.5, 0.0, 0.5, 1.0)])
+        # Each value in the place whose own magnitude is next to it, so that the block changes little.
+        for value in rng.permutation(near)[:10]:
+            free = np.flatnonzero((row == np.rint(row)) & (np.arange(BLOCK) != keep))
+            place = free[np.abs(np.abs(row[free]) - abs(value)).argmin()]
+            row[place] = np.copysign(value, row[place]) if searched else value
+    if searched:
+        still = _winners(np.abs(rows), levels, grid) == winner
+        rows, winner = rows[still], winner[still]
+    some = np.concatenate([np.flatnonzero(winner == w)[:12] for w in range(len(grid))])
+    return np.concatenate([rows[some], rows[some] * 2.0**-17]).astype(np.float32)

@@ -21,16 +21,12 @@ BY_NAME = {f.spec.name: f for f in ALL}
 each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.spec.name)
 
 
-def _thresholds(fmt) -> np.ndarray:
-    return np.concatenate([t.values for t in fmt.spec.tables if t.dtype == "i16"] or [np.arange(0, 32767, 501)])
-
-
 @lru_cache
 def _inputs(name: str, kind: str) -> np.ndarray:
     """float32 [n, 64]."""
     return {
         "edge": edge_rows,
-        "ties": lambda: tie_rows(_thresholds(BY_NAME[name])),
+        "ties": lambda: tie_rows(BY_NAME[name].spec),
         "random": lambda: random_rows(6000, 31),
         "gaussian": lambda: np.random.default_rng(32).standard_normal((6000, 64)).astype(np.float32),
         "structured": lambda: structured_rows(2100, 33),
