@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Sequence
 
 import numpy as np
-import pytest
 
-llama_cpp = pytest.importorskip("llama_cpp", reason="the patched llama-cpp-python is not installed")
-kv_types = pytest.importorskip("llama_cpp.kv_types", reason="the installed llama-cpp-python is not the patched one")
+try:
+    import llama_cpp
+    from llama_cpp import kv_types
+except ImportError as error:
+    raise ImportError(f"{error}: the patched llama-cpp-python is not installed, run `kvfmt build` first") from None
 
 _lines: list[str] = []
 

@@ -302,6 +302,22 @@ def test_damaged_states_are_refused_or_harmless(models):
             assert np.array_equal(context.decode(TOKENS[:48]), expected), trial
 
 
+@pytest.mark.parametrize("seq", [0, None], ids=["sequence", "whole"])
+def test_a_restore_that_fails_in_one_of_two_caches_leaves_both_empty(models, seq):
+    with lib.Context(models("iswa"), "kvq3/kvq2", protect=1) as context:
+        expected = context.decode(TOKENS[:48])
+        state = context.save(seq)
+        second = state.rfind(b"rotated:")
+        assert second > state.find(b"rotated:")
+        damaged = state[:second] + b"R" + state[second + 1 :]
+        assert not context.load(damaged, seq)
+        for cut in (second + 200, len(state) - 1):
+            assert not context.load(state[:cut], seq)
+            # nothing is left of the sequence, so it starts again without a clear()
+            assert lib.llama_cpp.llama_memory_seq_pos_max(context.memory, 0) == -1
+            np.testing.assert_array_equal(context.decode(TOKENS[:48], pos=0), expected)
+
+
 def test_empty_states(models):
     with lib.Context(models("plain"), "kvq3/kvq2") as context:
         state = context.save(0)

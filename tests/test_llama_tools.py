@@ -1,0 +1,270 @@
+"""The programs with our KV cache types: every tool takes them, errors are errors and never signals.
+
+Needs the programs (``kvfmt build``). The models are random, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import random_gguf
+from kvfmt import registry
+from kvfmt.build.paths import build_dir
+from kvfmt.build.pins import get_pin
+
+BIN = Path(os.environ.get("KVFMT_BIN") or build_dir(get_pin().name) / "cmake-cpu" / "bin")
+NAMES = [fmt.spec.name for fmt in registry.all_formats()]
+TOOLS = ["llama-cli", "llama-completion", "llama-server", "llama-perplexity", "llama-bench", "llama-batched-bench"]
+COMMON = [tool for tool in TOOLS if tool != "llama-bench"]
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
+QUIET = {"OMP_WAIT_POLICY": "passive", "LLAMA_LOG_COLORS": "off"}
+
+
+def program(name: str) -> Path:
+    path = BIN / name
+    if not path.exists():
+        pytest.fail(f"{path} is missing: run `kvfmt build` first, or point KVFMT_BIN at another build", pytrace=False)
+    return path
+
+
+def run(name: str, *arguments, timeout: float = 300, environment: dict | None = None) -> subprocess.CompletedProcess:
+    command = [str(part) for part in (program(name), *arguments)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | QUIET | (environment or {}),
+    )
+    assert done.returncode >= 0, f"signal {-done.returncode}: {' '.join(command)}\n{done.stderr[-2000:]}"
+    assert done.returncode < 128, f"exit {done.returncode}: {' '.join(command)}\n{done.stderr[-2000:]}"
+    return done
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return random_gguf.llama(tmp_path_factory.mktemp("tools") / "plain.gguf")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "text"
+    path.write_text(PROMPT * 12)
+    return path
+
+
+def job(tool: str, model: Path, text: Path) -> list:
+    """The shortest run of a tool that makes a context."""
+    shared = ["-m", model, "-t", 1, "-c", 256]
+    return {
+        "llama-cli": [*shared, "-p", "abc", "-n", 4, "--single-turn", "--simple-io"],
+        "llama-completion": [*shared, "-p", "abc", "-n", 4, "-no-cnv"],
+        "llama-server": [*shared, "--port", free_port()],
+        "llama-perplexity": [*shared, "-f", text, "--chunks", 1],
+        "llama-bench": ["-m", model, "-t", 1, "-p", 8, "-n", 2, "-r", 1],
+        "llama-batched-bench": [*shared, "-npp", 8, "-ntg", 4, "-npl", 1],
+    }[tool]
+
+
+def completion(model: Path, *arguments, **options) -> subprocess.CompletedProcess:
+    """Greedy text of the random model; the log goes to stderr."""
+    defaults = ["-m", model, "-t", 1, "-no-cnv", "--temp", 0, "--ignore-eos", "--no-warmup", "-v", "-fa", "on"]
+    return run("llama-completion", *defaults, *arguments, **options)
+
+
+@pytest.mark.parametrize("tool", COMMON)
+def test_help_names_types_and_protection(tool):
+    text = run(tool, "--help").stdout
+    for name in NAMES:
+        assert name in text
+    assert "--kv-protect" in text
+
+
+def test_help_of_bench():
+    assert "-kvp, --kv-protect" in run("llama-bench", "--help").stdout
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "llama-server"])
+def test_every_tool_takes_every_type(tool, model, text):
+    for name in NAMES:
+        done = run(tool, *job(tool, model, text), "-ctk", name, "-ctv", name, "-fa", "on", "-kvp" if tool == "llama-bench" else "--kv-protect", 1)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_quantized_v_without_flash_attention_is_an_error(tool, model, text):
+    for name in ("q4_0", "kvq2"):
+        done = run(tool, *job(tool, model, text), "-ctv", name, "-fa", "off", timeout=120)
+        assert done.returncode != 0
+        if tool != "llama-bench":  # it shows the library's log only with -v
+            assert "quantized V cache requires flash_attn" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_wrong_words_are_errors(tool, model, text):
+    protect = "-kvp" if tool == "llama-bench" else "--kv-protect"
+    for wrong in (["-ctk", "kvq5"], [protect, "-2"], [protect, "x"]):
+        assert run(tool, *job(tool, model, text), *wrong, timeout=120).returncode != 0
+
+
+def test_protection_from_the_environment(model):
+    done = completion(model, "-p", "abc", "-n", 2, "-ctk", "kvq3", "-ctv", "kvq2", environment={"LLAMA_ARG_KV_PROTECT": "1"})
+    assert "protected layers: 0 3," in done.stderr + done.stdout
+
+
+def test_a_wholly_protected_cache_writes_the_text_of_f16(model):
+    expected = completion(model, "-p", PROMPT, "-n", 48).stdout
+    assert completion(model, "-p", PROMPT, "-n", 48, "-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", 2).stdout == expected
+    assert completion(model, "-p", PROMPT, "-n", 48, "-ctk", "kvq2", "-ctv", "kvq2", "--kv-protect", 0).stdout != expected
+
+
+def test_context_shift_goes_on_and_on(model):
+    done = completion(model, "-p", PROMPT, "-c", 256, "-n", 1200, "--context-shift", "-ctk", "kvq3", "-ctv", "kvq2")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_prompt_cache(model, tmp_path):
+    saved = tmp_path / "prompt.bin"
+    types = ["-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", 1]
+    cached = ["-p", PROMPT, "-n", 16, "--prompt-cache", saved]
+    expected = completion(model, *cached, *types).stdout
+    assert completion(model, *cached, *types, "--prompt-cache-ro").stdout == expected
+    for other in (["-ctk", "kvq4", "-ctv", "kvq2"], ["-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", 0], []):
+        done = completion(model, *cached, *other)
+        assert done.returncode != 0
+        assert "saved from another kind of KV cache" in done.stderr + done.stdout
+    saved.write_bytes(b"")
+    assert completion(model, *cached, *types).returncode == 0
+
+
+def test_bench_has_a_column_in_every_format(model):
+    base = ["-m", model, "-t", 1, "-p", 8, "-n", 0, "-r", 1, "-fa", "on", "-ctk", "kvq3", "-ctv", "kvq2", "-kvp", "0,1"]
+    rows = json.loads(run("llama-bench", *base, "-o", "json").stdout)
+    assert [row["kv_protect"] for row in rows] == [0, 1]
+    assert {row["type_k"] for row in rows} == {"kvq3"}
+    rows = list(csv.DictReader(io.StringIO(run("llama-bench", *base, "-o", "csv").stdout)))
+    assert [row["kv_protect"] for row in rows] == ["0", "1"]
+    assert "kvp |" in run("llama-bench", *base, "-o", "md").stdout
+    assert "kv_protect INTEGER" in run("llama-bench", *base, "-o", "sql").stdout
+    assert [json.loads(line)["kv_protect"] for line in run("llama-bench", *base, "-o", "jsonl").stdout.splitlines()] == [0, 1]
+
+
+# the server
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    def __init__(self, port: int, process: subprocess.Popen, log: Path):
+        self.address, self.process, self.log = f"http://127.0.0.1:{port}", process, log
+
+    def ask(self, path: str, body: dict | None = None, timeout: float = 120):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.load(answer)
+
+    def complete(self, prompt: str, n: int = 24, slot: int = -1, cache: bool = False) -> str:
+        body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "id_slot": slot, "cache_prompt": cache}
+        return self.ask("/completion", body)["content"]
+
+
+@contextmanager
+def server(model: Path, folder: Path, *arguments):
+    port, log = free_port(), folder / f"server-{time.monotonic_ns()}.log"
+    command = [program("llama-server"), "-m", model, "--port", port, "-t", 1, "-c", 1024, "-fa", "on", "-v", "--no-warmup", *arguments]
+    with log.open("wb") as sink:
+        process = subprocess.Popen([str(part) for part in command], stdout=sink, stderr=sink, env=os.environ | QUIET)
+    one = Server(port, process, log)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                one.ask("/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
+                time.sleep(0.1)
+        yield one
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+KV = ["-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", "1"]
+
+
+def test_server_slots_in_parallel(model, tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    prompts = [PROMPT, "Lorem ipsum dolor sit amet. " * 4, "0123456789 " * 8]
+    with server(model, tmp_path, *KV, "-np", "3") as one:
+        alone = [one.complete(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(3) as pool:
+            together = list(pool.map(one.complete, prompts))
+        assert together == alone
+        assert "kv policy: K kvq3 x 2 + f16 x 2 layers" in one.log.read_text(errors="replace")
+
+
+def test_server_slot_save_and_restore(model, tmp_path):
+    slots = tmp_path / "slots"
+    slots.mkdir()
+    save = ["--slot-save-path", f"{slots}/", "-np", "1"]
+
+    def restore(one: Server, name: str):
+        return one.ask("/slots/0?action=restore", {"filename": name})
+
+    with server(model, tmp_path, *KV, *save) as one:
+        expected = one.complete(PROMPT, slot=0)
+        one.complete(PROMPT, n=1, slot=0)
+        one.ask("/slots/0?action=save", {"filename": "a"})
+        one.complete("something else entirely", slot=0)
+        assert restore(one, "a")["n_restored"] > 0
+        assert one.complete(PROMPT, slot=0, cache=True) == expected
+        whole = (slots / "a").read_bytes()
+        for i, damaged in enumerate((b"", whole[:40], whole[: len(whole) // 2], whole[:60] + b"\xff" + whole[61:])):
+            (slots / f"bad{i}").write_bytes(damaged)
+            with pytest.raises(urllib.error.HTTPError) as error:
+                restore(one, f"bad{i}")
+            assert error.value.code == 400
+            assert one.complete(PROMPT, slot=0, cache=True) == expected
+    for other in (["-ctk", "kvq4", "-ctv", "kvq2"], [], ["-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", "0"]):
+        with server(model, tmp_path, *other, *save) as one:
+            clean = one.complete(PROMPT, slot=0, cache=True)
+            with pytest.raises(urllib.error.HTTPError) as error:
+                restore(one, "a")
+            assert error.value.code == 400
+            assert "saved from another kind of KV cache" in one.log.read_text(errors="replace")
+            assert one.complete(PROMPT, slot=0, cache=True) == clean
+
+
+def test_a_draft_with_types_of_its_own(model, tmp_path):
+    with server(model, tmp_path, "-np", "1", *KV) as one:
+        expected = one.complete(PROMPT, n=48)
+    draft = ["-md", model, "-ctkd", "kvq4", "-ctvd", "kvq4", "--kv-protect-draft", "0", "-np", "1"]
+    with server(model, tmp_path, *KV, *draft) as one:
+        assert one.complete(PROMPT, n=48) == expected
+        log = one.log.read_text(errors="replace")
+    assert "K kvq3 x 2 + f16 x 2 layers" in log
+    assert "K kvq4 x 4 layers" in log
+    with server(model, tmp_path, *KV, "-md", model, "-np", "1") as one:
+        assert one.complete(PROMPT, n=48) == expected
+        assert "K f16 x 4 layers" in one.log.read_text(errors="replace")
