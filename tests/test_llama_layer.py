@@ -5,14 +5,18 @@ Needs the patched wheel; the tests of the programs need them built as well (``kv
 
 from __future__ import annotations
 
+import ctypes
+import os
 import pickle
 import re
+from pathlib import Path
 
 import llama_lib as lib
 import numpy as np
 import pytest
 import random_gguf
 from kvfmt import registry
+from kvfmt.build.models import fetch_model
 
 SPECS = {fmt.spec.name: fmt.spec for fmt in registry.all_formats()}
 STOCK = ["q8_0", "q4_0"]
@@ -219,6 +223,20 @@ def test_context_shift_with_protected_layers(models, kv):
     assert some < none
 
 
+def test_context_shift_of_a_real_model():
+    model = os.environ.get("KVFMT_MODEL") or fetch_model()
+    with lib.Context(model) as context:
+        text = Path(lib.llama_cpp.__file__).with_name("llama.py").read_text()[3000:12000]
+        tokens = context.tokenize(text)
+    reference = shifted(model, "f16/f16", tokens=tokens, threads=2)
+    means = {}
+    for kv, protect in (("q4_0/q4_0", 0), ("kvq4/kvq4", 0), ("kvq3/kvq2", 0), ("kvq3/kvq2", 2)):
+        divergences = [lib.kld(a, b) for a, b in zip(reference, shifted(model, kv, protect=protect, tokens=tokens, threads=2))]
+        means[kv, protect] = np.mean(divergences)
+    assert means["kvq4/kvq4", 0] < 1.5 * means["q4_0/q4_0", 0] < 0.2
+    assert means["kvq3/kvq2", 2] < means["kvq3/kvq2", 0] < 1.0
+
+
 # saved state
 
 
@@ -316,6 +334,24 @@ def test_a_restore_that_fails_in_one_of_two_caches_leaves_both_empty(models, seq
             # nothing is left of the sequence, so it starts again without a clear()
             assert lib.llama_cpp.llama_memory_seq_pos_max(context.memory, 0) == -1
             np.testing.assert_array_equal(context.decode(TOKENS[:48], pos=0), expected)
+
+
+def test_truncated_files_are_refused(models, tmp_path):
+    rng = np.random.default_rng(5)
+    saved, cut = str(tmp_path / "saved").encode(), tmp_path / "cut"
+    space, count = (lib.llama_cpp.llama_token * 64)(), ctypes.c_size_t()
+    with lib.Context(models("plain"), "kvq3/kvq2", protect=1) as context:
+        expected = context.decode(TOKENS[:48])
+        lib.llama_cpp.llama_state_seq_save_file(context.ctx, saved, 0, (lib.llama_cpp.llama_token * 48)(*TOKENS[:48]), 48)
+        whole = (tmp_path / "saved").read_bytes()
+        for size in [0, 8, len(whole) - 1, *rng.integers(9, len(whole) - 1, 25)]:
+            cut.write_bytes(whole[:size])
+            n = lib.llama_cpp.llama_state_seq_load_file(
+                context.ctx, str(cut).encode(), 0, space, len(space), ctypes.byref(count)
+            )
+            assert n == 0, size
+            context.clear()
+            assert np.array_equal(context.decode(TOKENS[:48]), expected), size
 
 
 def test_empty_states(models):

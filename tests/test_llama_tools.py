@@ -240,7 +240,9 @@ def test_server_slot_save_and_restore(model, tmp_path):
         assert restore(one, "a")["n_restored"] > 0
         assert one.complete(PROMPT, slot=0, cache=True) == expected
         whole = (slots / "a").read_bytes()
-        for i, damaged in enumerate((b"", whole[:40], whole[: len(whole) // 2], whole[:60] + b"\xff" + whole[61:])):
+        description = whole.index(b"rotated:")
+        flipped = whole[:description] + b"R" + whole[description + 1 :]
+        for i, damaged in enumerate((b"", whole[:40], whole[: len(whole) // 2], whole[:-1], flipped)):
             (slots / f"bad{i}").write_bytes(damaged)
             with pytest.raises(urllib.error.HTTPError) as error:
                 restore(one, f"bad{i}")
