@@ -33,10 +33,12 @@ def _encode_q8_0(x, scales, codes):
             codes[b * Q8_0_BLOCK + i] = np.int32(np.trunc(v + np.copysign(np.float32(0.5), v)))
 
 
-def make_drivers(encode_block: Callable, decode_levels: Callable, block: int, size: int, level_shift: int):
+def make_drivers(
+    encode_block: Callable, decode_levels: Callable, block: int, size: int, level_shift: int, scratch: int = 0
+):
     """Threaded loops over blocks around two jitted block kernels.
 
-    ``encode_block(x f32[block], out u8[size], xi i32[block], codes u8[block])`` writes one block;
+    ``encode_block(x f32[block], out u8[size], xi i32[block], codes u8[block], words i32[scratch])`` writes one block;
     ``decode_levels(data u8[size], levels i32[block]) -> f32`` unpacks its integer levels and returns the scale.
     """
     unit = np.float32(2.0**-level_shift)
@@ -48,9 +50,10 @@ def make_drivers(encode_block: Callable, decode_levels: Callable, block: int, si
         chunk = 256
         for c in prange((n + chunk - 1) // chunk):
             xi = np.empty(block, np.int32)
+            words = np.empty(scratch, np.int32)
             codes = np.empty(block, np.uint8)
             for b in range(c * chunk, min(n, (c + 1) * chunk)):
-                encode_block(x[b], out[b], xi, codes)
+                encode_block(x[b], out[b], xi, codes, words)
 
     @njit(parallel=True, cache=True)
     def decode(data, out):

@@ -37,6 +37,10 @@ ROUNDING = (
     "decode: f32(scale) * (level * 2**-6), exact",
 )
 
+#: Most bins that the thresholds of a grid may make; a search needs two int32 words for each.
+BINS = 256
+SCRATCH = 2 * BINS
+
 #: amax -> scale: the normalised block counts amax as 32767 and a level as 2**-6 of the scale.
 SCALE_UNIT = np.float32(2.0**LEVEL_SHIFT / UNIT)
 
@@ -81,54 +85,70 @@ def lloyd_tables(levels: tuple[int, ...], thresholds: np.ndarray) -> tuple[Table
     )
 
 
-@njit(cache=True)
-def search(x, xi, codes, levels, grid, out):
-    """Choose codes u8[64] for a block and write its scale into ``out``. False for the zero block.
+def make_search(levels: tuple[int, ...], thresholds: np.ndarray):
+    """The search for one codebook (its positive levels) and grid.
 
-    The inner loops run over the block with plain int32 arrays, which is what LLVM vectorises.
+    search(x f32[64], xi i32[64], codes u8[64], words i32[SCRATCH], out u8[size]) chooses the codes of a block and
+    writes its scale into ``out``; it returns False for the zero block.
+
+    A candidate's sums need, for each of its thresholds, only how many magnitudes lie above and what they add up to.
+    So the block is sorted once into the bins between the thresholds of all candidates.
     """
-    amax = normalise(x, xi)
-    if amax == 0:
-        return False
-    half = levels.shape[0] // 2
-    mag = np.empty(BLOCK, np.int32)
-    chosen = np.empty(BLOCK, np.int32)
-    for i in range(BLOCK):
-        mag[i] = np.int32(abs(xi[i]))
-    best = np.float32(-1.0)
-    winner = 0
-    best_s = np.int32(0)
-    best_c = np.int32(1)
-    for j in range(grid.shape[0]):
-        lowest = levels[0]
+    half = len(levels)
+    bounds = np.unique(thresholds)
+    n_bins = len(bounds) + 1
+    assert n_bins <= BINS
+    bin_of = np.searchsorted(bounds, np.arange(UNIT + 1)).astype(np.uint8)  # bounds strictly below a magnitude
+    bin_above = np.searchsorted(bounds, thresholds) + 1
+    grid = thresholds.astype(np.int32)
+    lowest = np.int32(levels[0])
+    steps = np.diff(levels).astype(np.int32)
+    square_steps = np.diff(np.square(levels)).astype(np.int32)
+
+    @njit(cache=True)
+    def search(x, xi, codes, words, out):
+        amax = normalise(x, xi)
+        if amax == 0:
+            return False
+        # words[b]: how many magnitudes lie in bin b or above; words[BINS + b]: their sum
+        for b in range(n_bins):
+            words[b] = 0
+            words[BINS + b] = 0
         for i in range(BLOCK):
-            chosen[i] = lowest
+            mag = abs(xi[i])
+            b = bin_of[np.uint32(mag)]
+            words[b] += 1
+            words[BINS + b] += mag
+        for b in range(n_bins - 1, 0, -1):
+            words[b - 1] += words[b]
+            words[BINS + b - 1] += words[BINS + b]
+        best = np.float32(-1.0)
+        winner = 0
+        best_s = np.int32(0)
+        best_c = np.int32(1)
+        for j in range(grid.shape[0]):
+            s = np.int32(lowest * words[BINS])
+            c = np.int32(lowest * lowest * BLOCK)
+            for k in range(half - 1):
+                b = bin_above[j, k]
+                s = np.int32(s + steps[k] * words[BINS + b])
+                c = np.int32(c + square_steps[k] * words[b])
+            score = np.float32(s) * np.float32(s) / np.float32(c)
+            if score > best:
+                best = score
+                winner = j
+                best_s = s
+                best_c = c
+        scale = np.float32(best_s) / np.float32(best_c) * (amax * SCALE_UNIT)
+        if f32_to_f16_bits(scale) == 0:
+            return False
+        store_scale(scale, out)
+        for i in range(BLOCK):
+            codes[i] = np.uint8(half if xi[i] < 0 else 0)
         for k in range(half - 1):
-            threshold = grid[j, k]
-            step = np.int32(levels[k + 1] - levels[k])
+            threshold = grid[winner, k]
             for i in range(BLOCK):
-                chosen[i] = np.int32(chosen[i] + (step if mag[i] > threshold else np.int32(0)))
-        s = np.int32(0)
-        c = np.int32(0)
-        for i in range(BLOCK):
-            s = np.int32(s + np.int32(mag[i] * chosen[i]))
-            c = np.int32(c + np.int32(chosen[i] * chosen[i]))
-        score = np.float32(s) * np.float32(s) / np.float32(c)
-        if score > best:
-            best = score
-            winner = j
-            best_s = s
-            best_c = c
-    scale = np.float32(best_s) / np.float32(best_c) * (amax * SCALE_UNIT)
-    if f32_to_f16_bits(scale) == 0:
-        return False
-    store_scale(scale, out)
-    for i in range(BLOCK):
-        chosen[i] = np.int32(half if xi[i] < 0 else 0)
-    for k in range(half - 1):
-        threshold = grid[winner, k]
-        for i in range(BLOCK):
-            chosen[i] = np.int32(chosen[i] + (np.int32(1) if mag[i] > threshold else np.int32(0)))
-    for i in range(BLOCK):
-        codes[i] = np.uint8(chosen[i])
-    return True
+                codes[i] += np.uint8(abs(xi[i]) > threshold)
+        return True
+
+    return search

@@ -65,7 +65,7 @@ _thresholds = np.array(SPEC.table("thresholds").values, np.int32)
 
 
 @njit(cache=True)
-def encode_block(x, out, xi, codes):
+def encode_block(x, out, xi, codes, words):
     out[:2] = 0
     out[2:] = ZERO_CODE * 17
     amax = normalise(x, xi)

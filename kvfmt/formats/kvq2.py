@@ -31,13 +31,13 @@ SPEC = BlockSpec(
 )
 
 _levels = np.array(SPEC.table("levels").values, np.int32)
-_thresholds = np.array(SPEC.table("grid").values, np.int32).reshape(SPEC.table("grid").shape)
+_search = _lloyd.make_search(LEVELS, _grid)
 
 
 @njit(cache=True)
-def encode_block(x, out, xi, codes):
+def encode_block(x, out, xi, codes, words):
     out[:] = 0
-    if not _lloyd.search(x, xi, codes, _levels, _thresholds, out):
+    if not _search(x, xi, codes, words, out):
         return
     for j in range(16):
         out[2 + j] = codes[j] | (codes[j + 16] << 2) | (codes[j + 32] << 4) | (codes[j + 48] << 6)
@@ -54,4 +54,4 @@ def decode_levels(data, levels):
     return load_scale(data)
 
 
-FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift))
+FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift, _lloyd.SCRATCH))

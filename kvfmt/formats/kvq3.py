@@ -32,13 +32,13 @@ SPEC = BlockSpec(
 )
 
 _levels = np.array(SPEC.table("levels").values, np.int32)
-_thresholds = np.array(SPEC.table("grid").values, np.int32).reshape(SPEC.table("grid").shape)
+_search = _lloyd.make_search(LEVELS, _grid)
 
 
 @njit(cache=True)
-def encode_block(x, out, xi, codes):
+def encode_block(x, out, xi, codes, words):
     out[:] = 0
-    if not _lloyd.search(x, xi, codes, _levels, _thresholds, out):
+    if not _search(x, xi, codes, words, out):
         return
     for j in range(16):
         out[2 + j] = (
@@ -56,10 +56,11 @@ def decode_levels(data, levels):
         levels[j + 16] = _levels[(byte >> 2) & 3]
         levels[j + 32] = _levels[(byte >> 4) & 3]
         levels[j + 48] = _levels[byte >> 6]
-    for i in range(64):
-        if (data[18 + i // 8] >> (i % 8)) & 1:
-            levels[i] = -levels[i]
+    for j in range(8):
+        byte = np.int32(data[18 + j])
+        for i in range(8):
+            levels[8 * j + i] *= 1 - 2 * ((byte >> i) & 1)
     return load_scale(data)
 
 
-FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift))
+FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift, _lloyd.SCRATCH))

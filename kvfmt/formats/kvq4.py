@@ -28,13 +28,13 @@ SPEC = BlockSpec(
 )
 
 _levels = np.array(SPEC.table("levels").values, np.int32)
-_thresholds = np.array(SPEC.table("grid").values, np.int32).reshape(SPEC.table("grid").shape)
+_search = _lloyd.make_search(LEVELS, _grid)
 
 
 @njit(cache=True)
-def encode_block(x, out, xi, codes):
+def encode_block(x, out, xi, codes, words):
     out[:] = 0
-    if _lloyd.search(x, xi, codes, _levels, _thresholds, out):
+    if _search(x, xi, codes, words, out):
         _nibbles.pack(codes, out)
 
 
@@ -44,4 +44,4 @@ def decode_levels(data, levels):
     return load_scale(data)
 
 
-FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift))
+FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift, _lloyd.SCRATCH))
