@@ -235,7 +235,7 @@ def hybrid(
     writer.add_head_count(n_head)
     writer.add_head_count_kv([n_head_kv if layer in attention_layers else 0 for layer in range(n_layer)])
     writer.add_feed_forward_length(n_ff)
-    writer.add_shortconv_l_cache(n_conv)
+    writer.add_uint32("lfm2.shortconv.l_cache", n_conv)
     writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)

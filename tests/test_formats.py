@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import os
 import pkgutil
+import subprocess
+import sys
 from statistics import NormalDist
 
 import numpy as np
@@ -604,3 +607,27 @@ def test_dot_sees_every_value(fmt):
         query = np.zeros(128, np.float32)
         query[i] = 1.27
         assert fmt.dot(data, query)[0] == pytest.approx(1.27 * decoded[i], rel=1e-3)
+
+
+# --- without Numba ---------------------------------------------------------------------------------------------------
+
+UNCOMPILED = """
+import sys, warnings
+import numpy as np
+warnings.simplefilter("ignore")
+from kvfmt import registry
+x = np.frombuffer(sys.stdin.buffer.read(), np.float32).reshape(-1, 64)
+for fmt in registry.all_formats():
+    data = fmt.encode(x)
+    sys.stdout.buffer.write(data.tobytes() + fmt.decode(data).tobytes())
+"""
+
+
+def test_the_code_means_the_same_without_numba():
+    """Bytes rest on no integer width or rounding that only the compiled code has."""
+    x = np.concatenate([edge_rows(), random_rows(40, 21)])
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", UNCOMPILED], env=environment, input=x.tobytes(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    want = b"".join(f.encode(x).tobytes() + f.decode(f.encode(x)).tobytes() for f in ALL)
+    assert done.stdout == want

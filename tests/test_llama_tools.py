@@ -136,6 +136,16 @@ def test_context_shift_goes_on_and_on(model):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def refusal_is_named(attempt) -> bool:
+    """Every attempt must fail. Upstream's logger thread may drop the last lines of a failing program, so one may be mute."""
+    for _ in range(5):
+        done = attempt()
+        assert done.returncode > 0
+        if "saved from another kind of KV cache" in done.stderr + done.stdout:
+            return True
+    return False
+
+
 def test_prompt_cache(model, tmp_path):
     saved = tmp_path / "prompt.bin"
     types = ["-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", 1]
@@ -143,9 +153,7 @@ def test_prompt_cache(model, tmp_path):
     expected = completion(model, *cached, *types).stdout
     assert completion(model, *cached, *types, "--prompt-cache-ro").stdout == expected
     for other in (["-ctk", "kvq4", "-ctv", "kvq2"], ["-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", 0], []):
-        done = completion(model, *cached, *other)
-        assert done.returncode != 0
-        assert "saved from another kind of KV cache" in done.stderr + done.stdout
+        assert refusal_is_named(lambda: completion(model, *cached, *other))
     saved.write_bytes(b"")
     assert completion(model, *cached, *types).returncode == 0
 
