@@ -116,7 +116,7 @@ def make_search(levels: tuple[int, ...], thresholds: np.ndarray):
             words[BINS + b] = 0
         for i in range(BLOCK):
             mag = abs(xi[i])
-            b = bin_of[np.uint32(mag)]
+            b = np.int64(bin_of[mag])
             words[b] += 1
             words[BINS + b] += mag
         for b in range(n_bins - 1, 0, -1):
