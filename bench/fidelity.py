@@ -86,7 +86,7 @@ def measure(model: str, caches: tuple[Cache, ...], text: str, n_ctx: int, chunks
                 found = perplexity.run(program, arguments, lambda n: update(n, chunks), compared=True)
             kld = found.statistics["kld"]
             console.print(f"{model:8} {cache.title:24} {found.bits_per_value:6.3f} bits  KLD {kld[0]:.5f} ± {kld[1]:.5f}")
-            records.append({"model": model, "cache": asdict(cache), "title": cache.title, **asdict(found)})
+            records.append({"model": model, "chunks": chunks, "cache": asdict(cache), "title": cache.title, **asdict(found)})
     if records and records[0]["title"] == "f16" and records[0]["statistics"]["kld"][0] > 1e-4:
         raise KvfmtError(
             f"the f16 cache differs from itself by KLD {records[0]['statistics']['kld'][0]}", "The harness is wrong."
@@ -94,7 +94,7 @@ def measure(model: str, caches: tuple[Cache, ...], text: str, n_ctx: int, chunks
     return records
 
 
-def provenance(text_name: str, text: str, n_ctx: int, chunks: int) -> dict:
+def provenance(text_name: str, text: str, n_ctx: int) -> dict:
     """What was measured, so that it can be measured again."""
     pin = get_pin()
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
@@ -106,7 +106,6 @@ def provenance(text_name: str, text: str, n_ctx: int, chunks: int) -> dict:
         "text": text_name,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "n_ctx": n_ctx,
-        "chunks": chunks,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
 
@@ -175,7 +174,7 @@ def main(
             if caches:
                 pairs = [part.partition(":") for part in caches.split()]
                 chosen = tuple(Cache(kv, int(n or 0)) for kv, _, n in pairs)
-            results = {**provenance(name, content, n_ctx, chunks), "records": []}
+            results = {**provenance(name, content, n_ctx), "records": []}
             names = list(load_models()) if models == "all" else models.split(",")
             if output.exists():
                 before = json.loads(output.read_text())
