@@ -25,8 +25,8 @@ _PPL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
 _BUFFER = re.compile(r"KV buffer size =\s*([\d.]+) MiB")
 _POLICY = re.compile(r"kv policy: (.*)")
 _POLICY_BITS = re.compile(r"total ([\d.]+) MiB, ([\d.]+) bits/value")
-#: "[3]12.3," while it computes perplexity, "   3   12.3 ±" at the start of a line while it compares
-_CHUNK = re.compile(r"(?m)(?:^\s*|\[)(\d+)(?:\]\d|\s+[\d.]+ ±)")
+#: "[3]12.3," while it computes perplexity, "   3   12.3 ±" on a line of its own while it compares
+_CHUNK = re.compile(r"(?:\n\s*|\[)(\d+)(?:\]\d|\s+[\d.]+ ±)")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ def parse(output: str, compared: bool) -> Measured:
     return Measured(sum(buffers), bits, found, policy)
 
 
+def latest_chunk(tail: str) -> int:
+    """Number of the last finished chunk in the end of the output, 0 if there is none. ``tail`` may begin within a line."""
+    return max(map(int, _CHUNK.findall(tail)), default=0)
+
+
 def run(
     program: Path, arguments: list[str], on_chunk: Callable[[int], None] | None = None, compared: bool = False
 ) -> Measured:
@@ -75,7 +80,7 @@ def run(
     while piece := process.stdout.read1(4096):
         seen += piece
         if on_chunk:
-            latest = max([int(n) for n in _CHUNK.findall(seen[-400:].decode("utf-8", "replace"))] + [chunks])
+            latest = max(chunks, latest_chunk(seen[-400:].decode("utf-8", "replace")))
             if latest > chunks:
                 chunks = latest
                 on_chunk(chunks)
