@@ -21,7 +21,7 @@ PRIVATE_ID_END = 1024
 #: Bytes of each field element type that a block may hold.
 FIELD_BYTES = {"f16": 2, "u8": 1}
 
-TABLE_RANGES = {"i8": (-128, 127), "i16": (-32768, 32767)}
+TABLE_RANGES = {"i8": (-128, 127), "u8": (0, 255), "i16": (-32768, 32767), "i32": (-(2**31), 2**31 - 1)}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,15 @@
 #    define KVQ_TABLE static const
 #endif
 
+// For functions whose extents are constants at every call: the compiler must see them to unroll and vectorise.
+#if defined(__GNUC__) && !defined(__CUDACC__) && !defined(__HIPCC__)
+#    define KVQ_FN_CONST static inline __attribute__((always_inline))
+#    define KVQ_UNROLL   _Pragma("GCC unroll 64")
+#else
+#    define KVQ_FN_CONST KVQ_FN
+#    define KVQ_UNROLL
+#endif
+
 // Bit patterns of float32 constants. Non-negative floats order like their bit patterns.
 #define KVQ_F32_INF       0x7F800000u
 #define KVQ_F32_F16_MAX   0x477FE000u  // 65504: inputs saturate here
