@@ -129,3 +129,96 @@ def decode(name: str, data: bytes, levels: Sequence[int], level_shift: int) -> l
     """``levels``: of every code."""
     (scale,) = struct.unpack("<e", data[:2])
     return [scale * (levels[code] * 2.0**-level_shift) for code in codes_of(name, data)]
+
+
+def _e8_row(z: Sequence[int], tables: dict) -> list[tuple[int, list[int], list[int]]]:
+    """For an even and an odd row with its signs: (error * 64 of a level, magnitudes, signs) by trying every class."""
+    order = sorted(range(len(z)), key=lambda i: (abs(z[i]), i), reverse=True)
+    found: list = [None, None]
+    for levels, digits in zip(tables["classes"], tables["digits"]):
+        for flip in (False, True):
+            magnitude, sign = [0] * len(z), [int(v < 0) for v in z]
+            for i, level in zip(order, levels):
+                magnitude[i] = level
+            sign[order[-1]] ^= flip
+            parity = (sum(digits) + sum(sign)) % 2
+            error = sum((v - 8 * (-m if s else m)) ** 2 for v, m, s in zip(z, magnitude, sign))
+            if found[parity] is None or error < found[parity][0]:
+                found[parity] = error, magnitude, sign
+    return found
+
+
+def _e8_word(y: Sequence[int], tables: dict) -> tuple[int, list[int], list[int], int]:
+    """(error, magnitudes, signs, direction) of eight values in eighths of a level."""
+    dim = len(tables["classes"][0])
+    best = None
+    for direction in (1, -1):
+        z = [v - 8 * direction * tables["shift"][0] for v in y]
+        parts = [_e8_row(z[i : i + dim], tables) for i in range(0, 8, dim)]
+        odd = int(direction < 0)
+        natural = sum(v < 0 for v in z[:dim]) % 2
+        # The rule names parities relative to the natural signs of the first row.
+        for first in (natural, 1 - natural) if len(parts) == 2 else (odd,):
+            chosen = [parts[0][first]] + ([parts[1][odd ^ first]] if len(parts) == 2 else [])
+            error = sum(part[0] for part in chosen)
+            if best is None or error < best[0]:
+                best = error, sum((p[1] for p in chosen), []), sum((p[2] for p in chosen), []), direction
+    return best
+
+
+def encode_e8(x: Sequence[float], tables: dict) -> bytes:
+    """``tables``: those of the spec, nested lists by name."""
+    dim = len(tables["classes"][0])
+    size = 2 + 64 // dim + 8
+    found = normalised(x)
+    if found is None:
+        return bytes(size)
+    amax, xi = found
+    first = sum(sum(v * v for v in xi) // 64 > t for t in tables["start"])
+
+    def attempt(j: int):
+        y = [(v * tables["step"][j] + 2**15) // 2**16 for v in xi]
+        words = [_e8_word(y[i : i + 8], tables) for i in range(0, 64, 8)]
+        return f32(f32(sum(w[0] for w in words)) * f32(tables["weight"][j])), words
+
+    best, words = attempt(first)
+    for direction in (1, -1):
+        improved = False
+        j = first + direction
+        while 0 <= j < len(tables["step"]):
+            score, tried = attempt(j)
+            if score >= best:
+                break
+            best, words, improved = score, tried, True
+            j += direction
+        if improved:
+            break
+
+    row_index = {tuple(m & 127 for m in row) + (int(row[0] < 0),): i for i, row in enumerate(tables["rows"])}
+    odd_class = {tuple(sorted(lv, reverse=True)): sum(dg) % 2 for lv, dg in zip(tables["classes"], tables["digits"])}
+    rows, signs, levels = [], [], []
+    for _, magnitude, sign, direction in words:
+        for i in range(0, 8, dim):
+            part = tuple(magnitude[i : i + dim])
+            rows.append(row_index[part + (odd_class[tuple(sorted(part, reverse=True))],)])
+        signs.append(sum(s << i for i, s in enumerate(sign)))
+        levels += [(-m if s else m) + direction * tables["shift"][0] for m, s in zip(magnitude, sign)]
+    explained = max(0, sum(v * level for v, level in zip(xi, levels)))
+    ratio = f32(f32(explained) / f32(sum(level**2 for level in levels)))
+    scale = f16_of_scale(f32(ratio * f32(amax * f32(16 / 32767))))
+    return _scale(scale) + bytes(rows) + bytes(signs) if scale else bytes(size)
+
+
+def decode_e8(data: bytes, tables: dict, level_shift: int) -> list[float]:
+    dim = len(tables["rows"][0])
+    (scale,) = struct.unpack("<e", data[:2])
+    rows, signs = data[2 : 2 + 64 // dim], data[-8:]
+    out = []
+    for g in range(8):
+        chosen = [tables["rows"][r] for r in rows[g * 8 // dim : (g + 1) * 8 // dim]]
+        odd = sum(row[0] < 0 for row in chosen) + bin(signs[g]).count("1")
+        magnitude = [m % 128 for row in chosen for m in row]
+        for i, m in enumerate(magnitude):
+            level = (-m if signs[g] >> i & 1 else m) + (-1) ** odd * tables["shift"][0]
+            out.append(scale * (level * 2.0**-level_shift))
+    return out
