@@ -399,7 +399,7 @@ def main(
         name, mse = best[b]
         table = Table(
             title=f"{b} bits and an f16 scale per {BLOCK}; {name} has {mse:.4f}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-            padding=(0, 1, 0, 0),
+            padding=0,
         )
         table.add_column("family", no_wrap=True)
         for heading in ("states", "tail", "passes", "MSE", "dB", "adds", "comp.", "ns", "ms/token", "SIMD ms"):

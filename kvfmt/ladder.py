@@ -132,15 +132,15 @@ def climb(sources: list[Source], update: Callable[[int, int], None] = lambda don
 
 def ladder_table(rungs: list[Rung]) -> Table:
     """Two lines a format: the error, and below it its distance from the bound."""
-    table = Table(title="Squared error and dB above the rate-distortion bound", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title="Squared error and dB above the rate-distortion bound", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("format\nbits", no_wrap=True)
     for title in rungs[0].mse:
         table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
     table.add_column("enc.\nMv/s", justify="right", no_wrap=True)
     table.add_column("dec.\nMv/s", justify="right", no_wrap=True)
     for rung in rungs:
-        cells = [f"{rung.mse[t]:.4f}\n[dim]{rung.db[t]:+.2f}[/dim]" for t in rung.mse]
-        table.add_row(f"{rung.name}\n[dim]{rung.bits:g}[/dim]", *cells, f"{rung.encode / 1e6:.1f}", f"{rung.decode / 1e6:.0f}")
+        cells = [f"{rung.mse[t]:.5f}".lstrip("0") + f"\n[dim]{rung.db[t]:.2f}[/dim]" for t in rung.mse]
+        table.add_row(f"{rung.name}\n[dim]{rung.bits:g}[/dim]", *cells, f"{rung.encode / 1e6:.3g}", f"{rung.decode / 1e6:.0f}")
     return table
 
 
