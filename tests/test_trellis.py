@@ -9,6 +9,7 @@ import pytest
 
 from bench import trellis
 from kvfmt.distortion import rate_distortion_bound
+from kvfmt.errors import KvfmtError
 
 ONE = np.ones(1, np.float32)
 SMALL = [trellis.set_partitioned(2, 2), trellis.set_partitioned(3, 3), trellis.bit_shift(2, 2), trellis.bit_shift(1, 3)]
@@ -105,11 +106,24 @@ def test_zeros_and_large_blocks_are_encoded():
     assert np.abs(out[0]).max() < 1e-6 and np.mean((out[1] - x[1]) ** 2) < 0.2 * np.mean(x[1] ** 2)
 
 
-def test_too_few_states_are_refused():
-    with pytest.raises(ValueError, match="at least 8 states, not 4"):
+def test_what_cannot_be_asked_is_refused_by_name():
+    with pytest.raises(KvfmtError, match="at least 8 states, not 4"):
         trellis.bit_shift(3, 2)
-    with pytest.raises(ValueError, match="no registered format takes 1.25 bits"):
+    with pytest.raises(KvfmtError, match="no registered format takes 1.25 bits"):
         trellis.rivals(1)
+    with pytest.raises(KvfmtError, match="24 states are not a power of two"):
+        trellis.compare([24], [2], 8, 8, 1, 1)
+    with pytest.raises(KvfmtError, match="'16;64' is not a list"):
+        trellis.numbers("16;64")
+
+
+def test_the_bench_prints_a_row_a_code_and_a_verdict_a_rate():
+    with trellis.console.capture() as printed:
+        trellis.compare([16], [2, 3], 16, 16, 1, 1)
+    text = printed.get()
+    assert sum(line.startswith((" set ", " shift ")) for line in text.splitlines()) == 16
+    for bits in (2, 3):
+        assert f"{bits} bits, against {trellis.rivals(bits)[0]}" in text
 
 
 def test_the_verdict_follows_its_rule():
