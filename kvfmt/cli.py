@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+from pathlib import Path
 from typing import Callable, Optional
 
 import typer
@@ -109,6 +110,41 @@ def formats() -> None:
     from kvfmt.listing import format_table
 
     console.print(format_table())
+
+
+@app.command()
+@plain_errors
+def distortion(
+    models: str = typer.Option("none", help="real rotated K and V of: none, all, or names separated by commas (see `kvfmt models list`)"),
+    tokens: int = typer.Option(256, min=1, help="tokens of C++ source whose K and V are stored"),
+    values: int = typer.Option(1_280_000, min=64, help="values drawn from the Gaussian and the Laplacian"),
+    plot: Optional[Path] = typer.Option(None, help="write the plot to this PNG"),
+) -> None:
+    """Show how far every format is from the rate-distortion bound, and how fast the Python reference is."""
+    from kvfmt import ladder
+    from kvfmt.build.console import progress
+    from kvfmt.build.models import load_models
+
+    names = {"none": [], "all": list(load_models())}.get(models, models.split(","))
+    sources = ladder.known_sources(values)
+    if names:
+        # kvfmt imports nothing of converters, which builds on it; only this command, which reads a saved cache, calls it.
+        from converters.cache_rows import cache_rows
+        from kvfmt.build.corpus import corpus
+        from kvfmt.build.models import fetch_model
+
+        with progress("K and V of a real run", len(names)) as update:
+            for done, name in enumerate(names):
+                for side, rows in zip("KV", cache_rows(fetch_model(name), corpus("cpp"), tokens)):
+                    sources.append(ladder.rows_source(f"{name} {side}", rows))
+                update(done + 1, len(names))
+    with progress("formats and sources", 1) as update:
+        rungs = ladder.climb(sources, update)
+    console.print(ladder.ladder_table(rungs))
+    console.print(ladder.LEGEND)
+    if plot:
+        ladder.plot_ladder(rungs, plot)
+        console.print(f"plot: {plot}", soft_wrap=True)
 
 
 if __name__ == "__main__":
