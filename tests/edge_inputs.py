@@ -111,13 +111,46 @@ def _winners(magnitude: np.ndarray, levels: np.ndarray, grid: np.ndarray) -> np.
     return np.argmax(scores, axis=0)
 
 
+def lattice_rows(spec: BlockSpec) -> np.ndarray:
+    """float32 [n, 64]: blocks on words of a lattice codebook, half-way between two words, and with equal magnitudes.
+
+    On the words of one class, of any classes, at their midpoints (ties between words), at midpoints along one value
+    (ties between signs, ranks or classes), constant magnitudes, and zeros in every place. At a few scales each.
+    """
+    tables = {t.name: np.array(t.values, np.int64).reshape(t.shape) for t in spec.tables}
+    rng = np.random.default_rng(spec.type_id)
+    packed = tables["rows"]
+    dim, n = packed.shape[1], 240
+
+    def words() -> np.ndarray:
+        chosen = rng.integers(0, len(packed), (n, BLOCK // dim))
+        magnitude = (packed & 127)[chosen].reshape(n, 8, 8)
+        sign = rng.integers(0, 2, (n, 8, 8))
+        odd = ((packed[:, 0] < 0)[chosen].reshape(n, 8, -1).sum(axis=2) + sign.sum(axis=2)) % 2
+        return (magnitude * (1 - 2 * sign) + (1 - 2 * odd[..., None]) * tables["shift"][0]).reshape(n, BLOCK)
+
+    one, two = words(), words()
+    part = np.where(rng.random((n, BLOCK)) < 0.2, (one + two) / 2, one)
+    same = np.repeat(rng.integers(1, 40, (n, 8)), 8, axis=1) * rng.choice([-1, 1], (n, BLOCK))
+    gaps = np.where(rng.random((n, BLOCK)) < 0.3, 0, one)
+    rows = np.concatenate([one, (one + two) / 2, part, same, gaps])
+    rows = rows[np.abs(rows).max(axis=1) > 0]
+    # Times 258 at most 32767: halves and eighths of a level stay integers after normalisation.
+    scaled = rows * np.exp2(rng.integers(-20, 8, (len(rows), 1)))
+    rows[::3] = np.rint(rows[::3] * (32767 / np.abs(rows[::3]).max(axis=1, keepdims=True)))
+    return np.concatenate([rows, scaled]).astype(np.float32)
+
+
 @lru_cache
 def tie_rows(spec: BlockSpec) -> np.ndarray:
     """float32 [n, 64]: blocks with values on, beside and half-way to every threshold that can decide a code.
 
     The largest magnitude is 32767, so that values normalise to themselves. Where thresholds belong to candidate
     scales, only blocks are kept in which that very candidate wins. Once more scaled by a power of two.
+    Lattice formats have no thresholds: they get :func:`lattice_rows`.
     """
+    if any(t.name == "classes" for t in spec.tables):
+        return lattice_rows(spec)
     table = next(t for t in spec.tables if t.dtype == "i16")
     grid = np.array(table.values, np.float64).reshape(-1, table.shape[-1])
     rng = np.random.default_rng(spec.type_id)
