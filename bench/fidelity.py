@@ -53,7 +53,11 @@ DEFAULT_CACHES = (
     Cache("kvq4"),
     Cache("kvnf4"),
     Cache("kvq3/kvq2"),
+    Cache("kve8_3/kve8_2"),
     Cache("kvq3/kvq2", 2),
+    Cache("kve8_3/kve8_2", 2),
+    Cache("f16/kvq2"),
+    Cache("f16/kve8_2"),
 )
 
 
