@@ -1,0 +1,1 @@
+"""Bytes in, bytes out: files and buffers of other programs, read and written exactly."""
