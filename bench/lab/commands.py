@@ -18,7 +18,7 @@ def announce(row: Row) -> None:
     m = row.metrics
     more = f"  same top {m['same_top'].value:6.1%}"
     more += f"  agreement {m['agreement'].value:5.1%}  recall {m['recall'].value:5.1%}" if "agreement" in m else ""
-    console.print(f"  {row.method:48} {row.bits_per_value:6.2f} bits  KLD {m['kld'].value:9.5f}{more}")
+    console.print(f"  {row.method:48} {row.bits_per_value:6.2f} bits  KLD {m['kld'].value:9.5f}{more}", soft_wrap=True)
 
 
 def run_lab(

@@ -10,6 +10,7 @@ import numpy as np
 from bench.lab import contexts as ctxs
 from bench.lab import recall as recalls
 from bench.lab.cache import Geometry, Stored
+from bench.lab.codecs import Blocks, Codec, Rotated
 from bench.lab.contexts import HORIZON, Context, Setting
 from bench.lab.keys import evaluate, watch_qk
 from bench.lab.methods import GROWTH, Method, growth
@@ -29,9 +30,10 @@ BUCKET = 16
 Announce = Callable[[Row], None]
 
 
-def origin(model: ModelFile, text: Text, n_ctx: int) -> Provenance:
-    """Where a row of the lab comes from. Methods may use any format, so all spec hashes are part of it."""
-    hashes = {fmt.spec.name: fmt.spec.hash for fmt in registry.all_formats()}
+def origin(model: ModelFile, text: Text, n_ctx: int, *codecs: Codec) -> Provenance:
+    """Where a row of the lab comes from, with the spec hashes of those codecs that are formats of ours."""
+    inner = [c.inner if isinstance(c, Rotated) else c for c in codecs]
+    hashes = {c.name: registry.get(c.name).spec.hash for c in inner if isinstance(c, Blocks)}
     return Provenance(build_id(), hashes, model.name, model.sha256, text.name, text.sha256, n_ctx, SEED, machine())
 
 
@@ -114,12 +116,12 @@ def measure_methods(
 
     The contexts are made on the first method that needs them.
     """
-    source = origin(model, text, setting.stored)
     contexts: list[Context] = []
     recall_contexts: list[RecallContext] = []
     rows = []
     for number, method in enumerate(methods, 1):
         setup = setup_of(setting, method, sensitive)
+        source = origin(model, text, setting.stored, method.k, method.v, method.keeper)
         row = results.find(row_key("lab", method.name, method.k.name, method.v.name, 0, source, setup))
         if row is None:
             if not contexts:
@@ -134,15 +136,13 @@ def measure_methods(
 
 
 def _measure(session, geometry, method, contexts, recall_contexts, sensitive, source, setup) -> Row:
-    scores, equal, prefix, right, nll, bits = [], [], [], [], [], []
+    scores, agreed, right, nll, bits = [], [], [], [], []
     sizes = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
     for context in contexts:
         layout = replace(context.layout, sensitive=sensitive)
         changed = method.apply(context.stored, layout)
         scores.append(ctxs.score(session, context, changed))
-        same = ctxs.agreement(session, context, changed)
-        equal.append(same[0])
-        prefix.append(same[1])
+        agreed.append(ctxs.agreement(session, context, changed))
         bits.append(method.bits(layout, *sizes))
     for context in recall_contexts:
         changed = method.apply(context.stored, replace(context.layout, sensitive=sensitive))
@@ -154,8 +154,7 @@ def _measure(session, geometry, method, contexts, recall_contexts, sensitive, so
     layout = replace(contexts[0].layout, sensitive=sensitive)
     metrics = {
         **Scores.joined(scores).metrics(),
-        "agreement": mean(np.array(equal)),
-        "prefix": mean(np.array(prefix)),
+        "agreement": mean(np.array(agreed)),
         "recall": mean(np.concatenate(right)),
         "answer_nll": mean(np.concatenate(nll)),
     }

@@ -102,7 +102,7 @@ def all_methods() -> tuple[Method, ...]:
         Method("NF4/g64 + anchors f16, layer 0", "study", nf4, nf4, kept=anchors & p.Layers(frozenset({0}))),
         Method(f"NF4/g64 + window {WINDOW}", "study", nf4, nf4, kept=p.Recent(WINDOW), note="last 64 tokens in f16"),
         Method("NF4/g64 + ends 2 in f16", "study", nf4, nf4, kept=p.Ends(2)),
-        _both("NF4 per head, clipped", "study", c.Int(4, 64, clip=0.7), note="int4/g64 whose scale cuts the outliers off"),
+        _both("int4/g64 clipped", "study", c.Int(4, 64, clip=0.7), note="the scale cuts off what is beyond 0.7 of the largest"),
         _both("int4/g64", "study", c.Int(4, 64)),
         Method("int2 sorted", "study", *int2, note="8 groups for K, 4 for V, order per head"),
         Method("int2 sorted per vector", "study", c.Sorted(8, True), c.Sorted(4, True), note="the order is stored: nominal 2 bits"),
