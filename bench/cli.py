@@ -71,7 +71,107 @@ def quality(
                 title = f"{subject.name} on {piece.name}, {plan.chunks} x {plan.n_ctx} tokens"
                 with progress(title, plan.chunks * plan.n_ctx * len(chosen)) as update:
                     rows += work.measure(engine, subject, piece, chosen, plan, results, update, tables.announce)
-    console.print(tables.quality(rows))
+    tables.show(tables.quality(rows))
+    console.print(f"rows: {results.path}", soft_wrap=True)
+
+
+@app.command()
+@plain_errors
+def generate(
+    model: str = MODEL,
+    caches: Optional[str] = CACHES,
+    sets: str = typer.Option("short,hard,long", help="sets of prompts, separated by commas"),
+    prompts: int = typer.Option(8, min=2, help="of each set"),
+    seed: int = SEED,
+    output: Optional[Path] = OUTPUT,
+    threads: Optional[int] = THREADS,
+    gpu_layers: int = GPU_LAYERS,
+) -> None:
+    """Greedy text: how long it stays the f16 cache's, and whether it falls into loops."""
+    from bench import caches as kinds, generate as work, prompts as known, tables
+    from bench.engine import Engine
+    from bench.records import Results
+    from bench.subjects import find_model
+    from kvfmt.build.console import console, progress
+
+    chosen = kinds.parse_caches(caches, kinds.default_caches())
+    wanted = [part.strip() for part in sets.split(",") if part.strip()]
+    for name in wanted:
+        known.prompts(name, 1, seed)
+    subject = find_model(model)
+    results = Results(output_file(output, model))
+    rows = []
+    with Engine(subject.path, threads, gpu_layers) as engine:
+        for name in wanted:
+            with progress(f"{subject.name}, {prompts} {name} prompts", prompts * (len(chosen) + 1)) as update:
+                rows += work.measure(engine, subject, chosen, name, prompts, seed, results, update, tables.announce)
+    tables.show(tables.generate(rows))
+    console.print(f"rows: {results.path}", soft_wrap=True)
+
+
+@app.command()
+@plain_errors
+def retrieval(
+    model: str = MODEL,
+    caches: Optional[str] = CACHES,
+    length: list[int] = typer.Option([1024, 4096], min=128, help="tokens of a document, e.g. 1024 to 16384; may be given several times"),
+    documents: int = typer.Option(4, min=1, help="of each length"),
+    keys: int = typer.Option(5, min=1, help="values hidden in a document, at even depths"),
+    seed: int = SEED,
+    output: Optional[Path] = OUTPUT,
+    threads: Optional[int] = THREADS,
+    gpu_layers: int = GPU_LAYERS,
+) -> None:
+    """Values hidden in a long text: are they found again, and how sure is the model of them?"""
+    from bench import caches as kinds, retrieval as work, tables
+    from bench.engine import Engine
+    from bench.records import Results
+    from bench.subjects import find_model
+    from kvfmt.build.console import console, progress
+
+    chosen = kinds.parse_caches(caches, kinds.default_caches())
+    subject = find_model(model)
+    results = Results(output_file(output, model))
+    rows = []
+    with Engine(subject.path, threads, gpu_layers) as engine:
+        for n in length:
+            engine.check_ctx(n)
+        for n in sorted(set(length)):
+            with progress(f"{subject.name}, {documents} documents of {n} tokens", documents * (len(chosen) + 1)) as update:
+                rows += work.measure(engine, subject, chosen, n, documents, keys, seed, results, update, tables.announce)
+    tables.show(tables.retrieval(rows))
+    console.print(f"rows: {results.path}", soft_wrap=True)
+
+
+@app.command()
+@plain_errors
+def speed(
+    model: str = MODEL,
+    caches: Optional[str] = CACHES,
+    depth: list[int] = typer.Option([0, 1024, 4096], min=0, help="tokens in the cache; may be given several times"),
+    rounds: int = typer.Option(6, min=2, help="turns of each cache"),
+    decode: int = typer.Option(16, min=1, help="tokens decoded in a turn"),
+    prefill: int = typer.Option(128, min=1, help="tokens prefilled in a turn"),
+    seed: int = SEED,
+    output: Optional[Path] = OUTPUT,
+    threads: Optional[int] = THREADS,
+    gpu_layers: int = GPU_LAYERS,
+) -> None:
+    """Decode and prefill beside the f16 cache, by turns; size of the cache; what memory bandwidth allows."""
+    from bench import caches as kinds, speed as work, tables
+    from bench.engine import Engine
+    from bench.records import Results
+    from bench.subjects import find_model
+    from kvfmt.build.console import console, progress
+
+    chosen = kinds.parse_caches(caches, kinds.default_caches())
+    subject = find_model(model)
+    results = Results(output_file(output, model))
+    with Engine(subject.path, threads, gpu_layers) as engine:
+        with progress(f"{subject.name}: speed of {len(chosen)} caches", 1) as update:
+            rows = work.measure(engine, subject, chosen, tuple(depth), rounds, decode, prefill, seed, results, update, tables.announce)
+    tables.show(tables.speed(rows))
+    tables.show(tables.roofline(rows))
     console.print(f"rows: {results.path}", soft_wrap=True)
 
 

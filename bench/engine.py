@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +28,7 @@ LOGITS_BYTES = 64 << 20
 UBATCH = 512
 
 
+_WORK = re.compile(r"(?:compute|output) +buffer size (?:=|is) +([\d.]+) MiB")
 _said: deque[str] = deque(maxlen=4096)
 
 
@@ -140,15 +142,19 @@ class Engine:
         context = lib.llama_init_from_model(self._model, params)
         if not context:
             raise KvfmtError(f"llama.cpp refuses the cache {cache.title}:\n{self._complaints()}", "Choose another type or a smaller context.")
-        mib, bits, policy = perplexity.allocation("".join(self._log))
-        return Session(self, context, cache, n_ctx, rows, Allocation(int(mib * (1 << 20)), bits, policy))
+        log = "".join(self._log)
+        mib, bits, policy = perplexity.allocation(log)
+        work = sum(float(size) for size in _WORK.findall(log))
+        return Session(self, context, cache, n_ctx, rows, Allocation(int(mib * (1 << 20)), int(work * (1 << 20)), bits, policy))
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the library says it allocated: bytes to 0.01 MiB, bits per value with all that counts, its own words."""
+    """What the library says it allocated, to 0.01 MiB: bytes of the cache, bytes of the buffers for logits and for
+    computing, bits per value with all that counts, its own words."""
 
     n_bytes: int
+    work_bytes: int
     bits_per_value: float
     policy: tuple[str, ...]
 
@@ -194,6 +200,22 @@ class Session:
             return
         if not self._lib.llama_memory_seq_rm(self._memory, 0, length, -1):
             raise KvfmtError(f"the cache cannot go back from {self.length} to {length} tokens", "This kind of model cannot do that.")
+        self.length = length
+
+    def snapshot(self) -> tuple[bytes, int]:
+        """What the cache holds, to go back to; exact for every kind of cache."""
+        size = self._lib.llama_state_seq_get_size(self.context, 0)
+        buffer = (ctypes.c_uint8 * size)()
+        written = self._lib.llama_state_seq_get_data(self.context, buffer, size, 0)
+        return bytes(buffer)[:written], self.length
+
+    def restore(self, saved: tuple[bytes, int]) -> None:
+        """Goes back to a snapshot of this cache. Raises KvfmtError if it is another's."""
+        data, length = saved
+        self.clear()
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        if not self._lib.llama_state_seq_set_data(self.context, buffer, len(data), 0):
+            raise KvfmtError(f"the saved state does not fit the cache {self.cache.title}", "Restore it into the cache that it was saved from.")
         self.length = length
 
     def decode(self, tokens: np.ndarray, logits_from: int | None = None) -> np.ndarray:

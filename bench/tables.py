@@ -21,8 +21,8 @@ def announce(row: Row) -> None:
 
 
 def plain(metric: Metric, digits: int = 4) -> str:
-    """"0.0123 ± 0.0004"; without an error, the figure alone."""
-    error = "" if metric.error is None else f" ± {metric.error:.{digits}f}"
+    """"0.0123±0.0004"; without an error, the figure alone."""
+    error = "" if metric.error is None else f"±{metric.error:.{digits}f}"
     return f"{metric.value:.{digits}f}{error}"
 
 
@@ -31,9 +31,14 @@ def percent(metric: Metric) -> str:
     return plain(Metric(100 * metric.value, None if metric.error is None else 100 * metric.error), 1)
 
 
+def show(out: Table) -> None:
+    """Into a file, as wide as it is; on a terminal, within its width."""
+    console.print(out, width=None if console.is_terminal else 140)
+
+
 def table(rows: Iterable[Row], columns: list[Column]) -> Table:
     """Rows of one kind; the first columns say what was measured."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
     out.add_column("cache (K/V)", no_wrap=True)
     out.add_column("bits,\nalloc.", justify="right")
     for title, _ in columns:
@@ -60,3 +65,42 @@ def quality(rows: list[Row]) -> Table:
     if len(kinds) > 1:
         columns.insert(0, ("text, context", lambda row: f"{row.provenance.text}, {row.provenance.n_ctx}"))
     return table(rows, columns)
+
+
+def generate(rows: list[Row]) -> Table:
+    columns: list[Column] = [("set", lambda row: f"{row.setup['set']}")]
+    horizons = sorted({int(n.removeprefix("match_")) for row in rows for n in row.metrics if n.startswith("match_")})
+    columns += [(f"first {h}\nequal, %", share(f"match_{h}")) for h in horizons]
+    return table(rows, [*columns, ("tokens\nequal", metric("prefix", 1)), ("loops, %", share("loops"))])
+
+
+def retrieval(rows: list[Row]) -> Table:
+    return table(rows, [
+        ("tokens", lambda row: str(row.setup["length"])), ("recall, %", share("recall")), ("f16's, %", share("recall_f16")),
+        ("lost, %", share("lost")), ("NLL rise,\nnats a token", metric("nll_rise", 3)),
+    ])
+
+
+def speed(rows: list[Row]) -> Table:
+    def spread(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row.metrics[f'{name}_ratio_low'].value:.2f}–{row.metrics[f'{name}_ratio_high'].value:.2f}"
+
+    return table(rows, [
+        ("depth", lambda row: str(row.setup["depth"])), ("decode,\nof f16's", metric("decode_ratio", 2)), ("spread", spread("decode")),
+        ("prefill,\nof f16's", metric("prefill_ratio", 2)), ("spread", spread("prefill")),
+    ])
+
+
+def roofline(rows: list[Row]) -> Table:
+    def scaled(name: str, factor: float, digits: int) -> Callable[[Row], str]:
+        return lambda row: f"{row.metrics[name].value * factor:.{digits}f}"
+
+    bandwidth = {row.metrics["bandwidth"].value for row in rows}
+    out = table(rows, [
+        ("depth", lambda row: str(row.setup["depth"])), ("decode,\ntok/s", scaled("decode_rate", 1, 1)),
+        ("prefill,\ntok/s", scaled("prefill_rate", 1, 1)), ("cache,\nMiB", scaled("cache_bytes", 2**-20, 1)),
+        ("with\nbuffers", scaled("context_bytes", 2**-20, 1)), ("KV read\nMiB/tok", scaled("kv_bytes", 2**-20, 2)),
+        ("at least\nms/tok", scaled("kv_floor", 1e3, 3)), ("measured\nms/tok", scaled("decode_seconds", 1e3, 2)),
+    ])
+    out.caption = f"Memory of this machine: {' to '.join(f'{b / 1e9:.1f}' for b in sorted({min(bandwidth), max(bandwidth)}))} GB/s read." if rows else None
+    return out
