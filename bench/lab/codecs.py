@@ -223,6 +223,8 @@ class Ternary:
     """-1, 0 or 1 times a scale for ``group`` values; five of them in a byte. Threshold and scale as in arXiv 1605.04711."""
 
     group: int = 64
+    #: Each level is the mean of what it stands for.
+    centroid = True
 
     @property
     def name(self) -> str:
@@ -244,6 +246,7 @@ class Sign:
     """The sign alone, times the mean magnitude of ``group`` values."""
 
     group: int = 64
+    centroid = True
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from bench.lab import codecs as c
 from bench.lab import policies as p
 from bench.lab.cache import Stored
+from bench.lab.check import Check
 from bench.lab.codecs import Codec
 from kvfmt import registry
 from kvfmt.errors import UnknownName
@@ -35,7 +36,8 @@ class Method:
     note: str = ""
 
     def apply(self, stored: Stored, layout: p.Layout) -> Stored:
-        """The stored cache after this method."""
+        """The stored cache after this method. Raises LabError if a codec gives back something else than it got."""
+        checks: dict[tuple[str, str], Check] = {}
 
         def change(layer: int, side: str, x: np.ndarray) -> np.ndarray:
             kept = self.kept.mask(layout, layer)
@@ -43,11 +45,18 @@ class Method:
             for cells, codec in ((~kept, self.k if side == "k" else self.v), (kept, self.keeper)):
                 # f16 cells stay bit for bit what they were.
                 if cells.any() and not isinstance(codec, c.Exact):
-                    back = codec.apply(x[cells].astype(np.float32))
+                    values = x[cells].astype(np.float32)
+                    back = codec.apply(values)
+                    name, label = codec.name, side.upper()
+                    check = checks.setdefault((name, side), Check(name, label, getattr(codec, "centroid", False)))
+                    check.add(values, back)
                     out[cells] = np.clip(back, -c.F16_MAX, c.F16_MAX).astype(np.float16)
             return out
 
-        return stored.changed(change)
+        changed = stored.changed(change)
+        for check in checks.values():
+            check.verdict()
+        return changed
 
     def bits(self, layout: p.Layout, heads: int, k_dim: int, v_dim: int) -> float:
         """Bits per value, as allocated, over all layers and both sides of a cache of that layout."""
