@@ -20,7 +20,7 @@ from bench.caches import Cache
 from kvfmt import perplexity
 from kvfmt.bindings import patched_bindings
 from kvfmt.errors import KvfmtError
-from kvfmt.policy import parse_kv
+from kvfmt.policy import cache_cost, parse_kv
 
 #: What all logits of one batch may take, in bytes: it bounds the rows at a large vocabulary.
 LOGITS_BYTES = 64 << 20
@@ -44,6 +44,15 @@ def _listen() -> deque[str]:
     return _said
 
 
+def free_memory() -> int | None:
+    """Bytes that this machine can still give; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
 class Engine:
     """A model in memory. A context manager, or ``close()`` it. Caches are opened with ``open``."""
 
@@ -52,6 +61,7 @@ class Engine:
         self._lib = lib = patched_bindings()
         lib.llama_backend_init()
         self._log = _listen()
+        self.gpu_layers = gpu_layers
         self.threads = threads or os.cpu_count() or 1
         params = lib.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
@@ -115,6 +125,36 @@ class Engine:
                 f"Give at most {self.n_ctx_train} tokens.",
             )
 
+    def _setting(self, name: str) -> int | None:
+        """A whole number from the model's file, under its architecture; None if it is not there or a list."""
+        buffer = ctypes.create_string_buffer(128)
+        self._lib.llama_model_meta_val_str(self._model, b"general.architecture", buffer, len(buffer))
+        found = self._lib.llama_model_meta_val_str(self._model, buffer.value + b"." + name.encode(), buffer, len(buffer))
+        return int(buffer.value) if found >= 0 and buffer.value.isdigit() else None
+
+    def least_bytes(self, cache: Cache, n_ctx: int) -> int:
+        """Bytes that this cache takes at least; 0 for a model whose layers are not alike."""
+        lib, k_v = self._lib, parse_kv(cache.kv)
+        heads, all_heads = lib.llama_model_n_head_kv(self._model), lib.llama_model_n_head(self._model)
+        if not heads or self._setting("attention.head_count_kv") is None:
+            return 0
+        usual = lib.llama_model_n_embd(self._model) // all_heads
+        rows = [heads * (self._setting(f"attention.{side}_length") or usual) for side in ("key", "value")]
+        window = lib.llama_model_n_swa(self._model)
+        cells = min(n_ctx, window) if window else n_ctx
+        if any(row % side.block for row, side in zip(rows, k_v)):
+            return 0  # refused by the library, in its own words
+        return cache_cost(cells, *rows, lib.llama_model_n_layer(self._model), *k_v, cache.protect).total
+
+    def check_memory(self, cache: Cache, n_ctx: int) -> None:
+        """Raises KvfmtError if the cache does not fit into the memory that is free: the system would end the process."""
+        needed, free = self.least_bytes(cache, n_ctx), free_memory()
+        if self.gpu_layers == 0 and free is not None and needed > free:
+            raise KvfmtError(
+                f"a cache {cache.title} of {n_ctx} tokens takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of memory are free",
+                "Take a shorter context, or free some memory.",
+            )
+
     def logit_rows(self, wanted: int = UBATCH) -> int:
         """Rows of logits that a batch may ask for, at most ``wanted``."""
         return int(min(wanted, max(8, LOGITS_BYTES // (4 * self.n_vocab))))
@@ -122,9 +162,11 @@ class Engine:
     def open(self, cache: Cache, n_ctx: int, rows: int = 1) -> Session:
         """A cache of ``n_ctx`` tokens; a batch may ask for ``rows`` rows of logits.
 
-        Raises KvfmtError with the library's words if it refuses, or if ``n_ctx`` is more than the model's.
+        Raises KvfmtError with the library's words if it refuses, if ``n_ctx`` is more than the model's,
+        or if there is no memory for it.
         """
         self.check_ctx(n_ctx)
+        self.check_memory(cache, n_ctx)
         lib = self._lib
         k, v = parse_kv(cache.kv)
         params = lib.llama_context_default_params()

@@ -17,8 +17,6 @@ from bench.records import Metric, Results, Row, Setting, row_key
 from bench.subjects import ModelFile
 from kvfmt.errors import KvfmtError
 
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
-
 
 @dataclass(frozen=True)
 class Answer:

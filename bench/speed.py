@@ -23,8 +23,7 @@ from bench.records import Metric, Results, Row, Setting, row_key
 from bench.subjects import ModelFile, Text
 from kvfmt.errors import KvfmtError
 
-DEPTHS = (0, 1024, 4096)
-DECODE_TOKENS, PREFILL_TOKENS, ROUNDS = 16, 128, 6
+#: Upstream rounds the cells of a cache up to a multiple of this.
 ROOM = 256
 
 

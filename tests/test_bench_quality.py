@@ -35,7 +35,7 @@ def tiny(tmp_path_factory) -> ModelFile:
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    with Engine(tiny.path, threads=2) as engine:
+    with Engine(tiny.path, threads=1) as engine:
         yield engine
 
 
@@ -216,15 +216,22 @@ def test_bad_input_is_named(engine, tiny, tmp_path):
 
 def test_a_type_that_the_model_cannot_have_is_refused_in_the_librarys_words(tmp_path):
     path = random_gguf.llama(tmp_path / "h80.gguf", head=80)
-    with Engine(path, threads=2) as engine, pytest.raises(KvfmtError, match="kvq3 with block size 64 does not divide n_embd_head_k=80"):
+    with Engine(path, threads=1) as engine, pytest.raises(KvfmtError, match="kvq3 with block size 64 does not divide n_embd_head_k=80"):
         engine.open(Cache("kvq3"), 64)
+
+
+def test_a_cache_without_room_is_refused_before_it_is_made(tmp_path):
+    with Engine(random_gguf.llama(tmp_path / "long.gguf", n_ctx=1 << 30), threads=1) as engine:
+        assert engine.least_bytes(F16, 512) == 512 * 4 * 2 * 128 * 2
+        with pytest.raises(KvfmtError, match=r"cache q8_0 of 1000000000 tokens takes 1088.0 GB, \d+\.\d GB of memory are free"):
+            engine.open(Cache("q8_0"), 10**9)
 
 
 def test_the_command(tiny, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text(RANDOM_TEXT.content)
     arguments = ["quality", "--model", str(tiny.path), "--text", str(text), "--n-ctx", "64", "--chunks", "2"]
-    arguments += ["--caches", "f16 q8_0", "--output", str(tmp_path / "r.jsonl"), "--threads", "2"]
+    arguments += ["--caches", "f16 q8_0", "--output", str(tmp_path / "r.jsonl"), "--threads", "1"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert [row.method for row in Results(tmp_path / "r.jsonl")] == ["f16", "q8_0"]

@@ -27,7 +27,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    with Engine(tiny.path, threads=2) as engine:
+    with Engine(tiny.path, threads=1) as engine:
         yield engine
 
 
@@ -191,7 +191,7 @@ def test_bandwidth_reads_every_word():
 
 
 def test_the_commands(tiny, tmp_path):
-    common = ["--model", str(tiny.path), "--caches", "q8_0", "--output", str(tmp_path / "r.jsonl"), "--threads", "2"]
+    common = ["--model", str(tiny.path), "--caches", "q8_0", "--output", str(tmp_path / "r.jsonl"), "--threads", "1"]
     for command in (["generate", "--sets", "hard", "--prompts", "2"], ["retrieval", "--length", "1024", "--documents", "1"], ["speed", "--depth", "64", "--rounds", "2"]):
         done = CliRunner().invoke(app, [*command, *common])
         assert done.exit_code == 0, done.output
