@@ -76,7 +76,7 @@ def summary(mine: np.ndarray, f16: np.ndarray, session: Session, depth: int, ban
     for i, name in enumerate(("decode", "prefill")):
         ratios = f16[:, i] / mine[:, i]
         found[f"{name}_ratio"] = mean(ratios)
-        found[f"{name}_ratio_low"], found[f"{name}_ratio_high"] = Metric(float(ratios.min())), Metric(float(ratios.max()))
+        found[f"{name}_low"], found[f"{name}_high"] = Metric(float(ratios.min())), Metric(float(ratios.max()))
         found[f"{name}_seconds"] = mean(mine[:, i])
         found[f"{name}_rate"] = Metric(float(1 / np.median(mine[:, i])))
     per_cell = session.allocated.n_bytes / -(-session.n_ctx // ROOM) / ROOM

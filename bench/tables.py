@@ -83,7 +83,7 @@ def retrieval(rows: list[Row]) -> Table:
 
 def speed(rows: list[Row]) -> Table:
     def spread(name: str) -> Callable[[Row], str]:
-        return lambda row: f"{row.metrics[f'{name}_ratio_low'].value:.2f}–{row.metrics[f'{name}_ratio_high'].value:.2f}"
+        return lambda row: f"{row.metrics[f'{name}_low'].value:.2f}–{row.metrics[f'{name}_high'].value:.2f}"
 
     return table(rows, [
         ("depth", lambda row: str(row.setup["depth"])), ("decode,\nof f16's", metric("decode_ratio", 2)), ("spread", spread("decode")),

@@ -165,7 +165,7 @@ def test_speed_measures_all_caches_in_one_run(engine, tiny, tmp_path):
     assert [(r.method, r.setup["depth"]) for r in rows] == [(m, d) for d in (0, 300) for m in ("f16", "q8_0", "kvq3/kvq2, protect 1")]
     assert counts[-1][0] == counts[-1][1], "the count of tokens is wrong"
     f16, q8 = rows[3:5]
-    assert f16.metrics["decode_ratio"] == (1, 0) and f16.metrics["prefill_ratio_low"].value == 1
+    assert f16.metrics["decode_ratio"] == (1, 0) and f16.metrics["prefill_low"].value == 1
     # 4 layers, 2 KV heads of 64 on each side, 512 cells, of which 300 are read for a token.
     assert f16.metrics["cache_bytes"].value == 512 * 4 * 2 * 128 * 2
     assert f16.metrics["kv_bytes"].value == 300 * 4 * 2 * 128 * 2
@@ -183,7 +183,7 @@ def test_speed_figures(engine):
     with engine.open(F16, 256) as session:
         found = speed.summary(mine, f16, session, 100, 1e9)
     assert found["decode_ratio"].value == 0.75 and found["prefill_ratio"].value == 1.5
-    assert (found["decode_ratio_low"].value, found["decode_ratio_high"].value) == (0.5, 1)
+    assert (found["decode_low"].value, found["decode_high"].value) == (0.5, 1)
 
 
 def test_bandwidth_reads_every_word():
