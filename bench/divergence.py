@@ -103,7 +103,9 @@ def share(flags: np.ndarray) -> Metric:
 def metrics(scores: Scores) -> dict[str, Metric]:
     """What every quality row has. KLD in nats; ``ppl_ratio`` is to the f16 cache, its error from paired positions.
 
-    ``kld_cut`` is the one to hold against llama-perplexity's: the words it leaves out are about a thousandth.
+    ``kld_cut`` is the one to hold against llama-perplexity's: the words it leaves out are about a thousandth. Its
+    PPL(base) and the ratio to it are other figures where a text surprises the model: its file of f16's predictions
+    knows no probability more than 16 nats below the highest, so that even f16 is not at a ratio of 1 to itself.
     """
     kld = scores.kld
     ln_ppl, ln_base, ln_ratio = mean(scores.nll), mean(scores.nll_base), mean(scores.nll - scores.nll_base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Callable, Iterable
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from bench.records import Metric, Row
@@ -32,8 +33,11 @@ def percent(metric: Metric) -> str:
 
 
 def show(out: Table) -> None:
-    """Into a file, as wide as it is; on a terminal, within its width."""
-    console.print(out, width=None if console.is_terminal else 140)
+    """On a terminal within its width; into a file or a pipe as wide as it is."""
+    if console.is_terminal:
+        console.print(out)
+    else:
+        Console(width=200, highlight=False).print(out)
 
 
 def table(rows: Iterable[Row], columns: list[Column]) -> Table:
@@ -49,11 +53,12 @@ def table(rows: Iterable[Row], columns: list[Column]) -> Table:
 
 
 def metric(name: str, digits: int = 4) -> Callable[[Row], str]:
-    return lambda row: plain(row.metrics[name], digits)
+    """A column; empty in a row that an earlier version wrote without that figure."""
+    return lambda row: plain(row.metrics[name], digits) if name in row.metrics else ""
 
 
 def share(name: str) -> Callable[[Row], str]:
-    return lambda row: percent(row.metrics[name])
+    return lambda row: percent(row.metrics[name]) if name in row.metrics else ""
 
 
 def quality(rows: list[Row]) -> Table:
@@ -83,7 +88,8 @@ def retrieval(rows: list[Row]) -> Table:
 
 def speed(rows: list[Row]) -> Table:
     def spread(name: str) -> Callable[[Row], str]:
-        return lambda row: f"{row.metrics[f'{name}_low'].value:.2f}–{row.metrics[f'{name}_high'].value:.2f}"
+        ends = metric(f"{name}_low", 2), metric(f"{name}_high", 2)
+        return lambda row: "–".join(end(row) for end in ends)
 
     return table(rows, [
         ("depth", lambda row: str(row.setup["depth"])), ("decode,\nof f16's", metric("decode_ratio", 2)), ("spread", spread("decode")),
@@ -93,14 +99,14 @@ def speed(rows: list[Row]) -> Table:
 
 def roofline(rows: list[Row]) -> Table:
     def scaled(name: str, factor: float, digits: int) -> Callable[[Row], str]:
-        return lambda row: f"{row.metrics[name].value * factor:.{digits}f}"
+        return lambda row: f"{row.metrics[name].value * factor:.{digits}f}" if name in row.metrics else ""
 
-    bandwidth = {row.metrics["bandwidth"].value for row in rows}
+    bandwidth = {row.metrics["bandwidth"].value for row in rows if "bandwidth" in row.metrics}
     out = table(rows, [
         ("depth", lambda row: str(row.setup["depth"])), ("decode,\ntok/s", scaled("decode_rate", 1, 1)),
         ("prefill,\ntok/s", scaled("prefill_rate", 1, 1)), ("cache,\nMiB", scaled("cache_bytes", 2**-20, 1)),
         ("with\nbuffers", scaled("context_bytes", 2**-20, 1)), ("KV read\nMiB/tok", scaled("kv_bytes", 2**-20, 2)),
         ("at least\nms/tok", scaled("kv_floor", 1e3, 3)), ("measured\nms/tok", scaled("decode_seconds", 1e3, 2)),
     ])
-    out.caption = f"Memory of this machine: {' to '.join(f'{b / 1e9:.1f}' for b in sorted({min(bandwidth), max(bandwidth)}))} GB/s read." if rows else None
+    out.caption = f"Memory of this machine: {' to '.join(f'{b / 1e9:.1f}' for b in sorted({min(bandwidth), max(bandwidth)}))} GB/s read." if bandwidth else None
     return out

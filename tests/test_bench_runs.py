@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import random_gguf
+from rich.console import Console
 from typer.testing import CliRunner
 
-from bench import generate, prompts, retrieval, speed
+from bench import generate, prompts, retrieval, speed, tables
 from bench.bandwidth import read_bandwidth
 from bench.caches import F16, Cache
 from bench.cli import app
 from bench.engine import Engine
-from bench.records import Results
+from bench.records import Provenance, Results, Row
 from bench.retrieval import Answer
 from bench.subjects import find_model
 from kvfmt.errors import KvfmtError, UnknownName
@@ -184,6 +186,17 @@ def test_speed_figures(engine):
         found = speed.summary(mine, f16, session, 100, 1e9)
     assert found["decode_ratio"].value == 0.75 and found["prefill_ratio"].value == 1.5
     assert (found["decode_low"].value, found["decode_high"].value) == (0.5, 1)
+
+
+def test_rows_of_an_earlier_version_still_make_a_table():
+    origin = Provenance("b", {}, "m", "h", "t", "h", 256, 1, "x")
+    setups = {"generate": {"set": "hard"}, "retrieval": {"length": 512}, "speed": {"depth": 0}}
+    for kind, setup in setups.items():
+        show = getattr(tables, kind)
+        out = io.StringIO()
+        Console(file=out, width=120).print(show([Row(kind, "q8_0, old", "q8_0", "q8_0", 0, 8.5, origin, setup)]))
+        assert "q8_0, old" in out.getvalue()
+    assert tables.roofline([Row("speed", "q8_0", "q8_0", "q8_0", 0, 8.5, origin, setups["speed"])]).row_count == 1
 
 
 def test_bandwidth_reads_every_word():
