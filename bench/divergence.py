@@ -100,6 +100,13 @@ def share(flags: np.ndarray) -> Metric:
     return Metric(p, float(np.sqrt(p * (1 - p) / (n - 1))) if n > 1 else None)
 
 
+def share_of_few(flags: np.ndarray) -> Metric:
+    """As ``share`` for a few trials: the error by the rule of succession, so that 3 of 3 is not certain."""
+    n, k = len(flags), float(flags.sum())
+    p = (k + 1) / (n + 2)
+    return Metric(k / n, float(np.sqrt(p * (1 - p) / (n + 2))))
+
+
 def metrics(scores: Scores) -> dict[str, Metric]:
     """What every quality row has. KLD in nats; ``ppl_ratio`` is to the f16 cache, its error from paired positions.
 

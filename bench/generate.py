@@ -8,7 +8,7 @@ import numpy as np
 
 from bench import prompts
 from bench.caches import F16, Cache
-from bench.divergence import mean, share
+from bench.divergence import mean, share_of_few
 from bench.engine import Engine
 from bench.quality import provenance
 from bench.records import Metric, Results, Row, Setting, row_key
@@ -42,10 +42,10 @@ def prefix(ours: Sequence[int], reference: Sequence[int]) -> int:
 def compare(ours: list[list[int]], reference: list[list[int]], horizons: Sequence[int] = HORIZONS) -> dict[str, Metric]:
     """Agreement of texts, one a prompt: ``match_<h>`` is the share whose first h tokens are the same; a text that
     ended agrees if the other ended at the same place. ``prefix`` in tokens."""
-    found = {f"match_{h}": share(np.array([a[:h] == b[:h] for a, b in zip(ours, reference)])) for h in horizons}
+    found = {f"match_{h}": share_of_few(np.array([a[:h] == b[:h] for a, b in zip(ours, reference)])) for h in horizons}
     found["prefix"] = mean(np.array([float(prefix(a, b)) for a, b in zip(ours, reference)]))
-    found["loops"] = share(np.array([loops(a) for a in ours]))
-    found["loops_f16"] = share(np.array([loops(b) for b in reference]))
+    found["loops"] = share_of_few(np.array([loops(a) for a in ours]))
+    found["loops_f16"] = share_of_few(np.array([loops(b) for b in reference]))
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench import prompts
 from bench.caches import F16, Cache
-from bench.divergence import mean, share
+from bench.divergence import mean, share_of_few
 from bench.engine import Engine, Session
 from bench.quality import provenance
 from bench.records import Metric, Results, Row, Setting, row_key
@@ -91,7 +91,7 @@ def summary(ours: list[Answer], f16: list[Answer]) -> dict[str, Metric]:
     a, b = (np.array([float(x.right) for x in answers]) for answers in (ours, f16))
     na, nb = (np.array([x.nll for x in answers]) for answers in (ours, f16))
     return {
-        "recall": share(a > 0), "recall_f16": share(b > 0), "recall_drop": mean(b - a), "lost": share((b > 0) & (a == 0)),
+        "recall": share_of_few(a > 0), "recall_f16": share_of_few(b > 0), "recall_drop": mean(b - a), "lost": share_of_few((b > 0) & (a == 0)),
         "nll": mean(na), "nll_f16": mean(nb), "nll_rise": mean(na - nb),
     }
 

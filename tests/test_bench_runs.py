@@ -70,6 +70,8 @@ def test_agreement_of_texts():
     found = generate.compare([list(range(10)), [0, 1, 2, 9], [1, 2]], reference, (3, 5))
     assert found["match_3"].value == 1 and found["match_5"].value == pytest.approx(2 / 3)
     assert found["prefix"].value == pytest.approx((10 + 3 + 2) / 3)
+    # Three of three is no certainty: (3 + 1) / (3 + 2) with the error of five trials.
+    assert found["match_3"].error == pytest.approx((0.8 * 0.2 / 5) ** 0.5)
     # One that goes on where f16 ended is another text.
     assert generate.compare([[1, 2, 3]], [[1, 2]], (3,))["match_3"].value == 0
 
