@@ -12,12 +12,13 @@ import os
 import platform
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Optional
 
 import typer
 
+from bench.caches import F16, Cache, parse_caches
 from kvfmt import perplexity, registry
 from kvfmt.build.console import console, progress
 from kvfmt.build.corpus import corpus
@@ -25,25 +26,8 @@ from kvfmt.build.models import fetch_model, load_models
 from kvfmt.build.paths import ROOT, build_dir
 from kvfmt.build.pins import get_pin
 from kvfmt.errors import KvfmtError
-from kvfmt.policy import parse_kv
 
 RESULTS = ROOT / "bench" / "results" / "fidelity.json"
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A row of the table: types of K and V, and how many layers at each end stay f16."""
-
-    kv: str
-    protect: int = 0
-
-    @property
-    def title(self) -> str:
-        return self.kv + (f", protect {self.protect}" if self.protect else "")
-
-    def arguments(self) -> list[str]:
-        k, v = parse_kv(self.kv)
-        return ["-ctk", k.name, "-ctv", v.name, "-fa", "on", "--kv-protect", str(self.protect)]
 
 
 DEFAULT_CACHES = (
@@ -83,7 +67,7 @@ def measure(model: str, caches: tuple[Cache, ...], text: str, n_ctx: int, chunks
         common = ["-m", str(path), "-f", str(source), "-c", str(n_ctx), "-b", str(n_ctx), "-t", str(threads)]
         common += ["--chunks", str(chunks), "--kl-divergence-base", str(base)]
         with progress(f"{model}: f16 logits", chunks) as update:
-            perplexity.run(program, [*common, *Cache("f16").arguments()], lambda n: update(n, chunks))
+            perplexity.run(program, [*common, *F16.arguments()], lambda n: update(n, chunks))
         for cache in caches:
             with progress(f"{model}: {cache.title}", chunks) as update:
                 arguments = [*common, "--kl-divergence", *cache.arguments()]
@@ -174,10 +158,7 @@ def main(
     try:
         if not report:
             name, content = text_of(text)
-            chosen = DEFAULT_CACHES
-            if caches:
-                pairs = [part.partition(":") for part in caches.split()]
-                chosen = tuple(Cache(kv, int(n or 0)) for kv, _, n in pairs)
+            chosen = parse_caches(caches, DEFAULT_CACHES)
             results = {**provenance(name, content, n_ctx), "records": []}
             names = list(load_models()) if models == "all" else models.split(",")
             if output.exists():

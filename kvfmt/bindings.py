@@ -23,13 +23,12 @@ def cache_arguments(kv: str, protect: int | None = None) -> dict[str, Any]:
     return arguments
 
 
-def open_model(path: str, kv: str = "kvq3/kvq2", protect: int | None = None, **more: Any):
-    """``llama_cpp.Llama`` with a cache of those types. ``more`` goes to Llama.
+def patched_bindings() -> Any:
+    """The module ``llama_cpp``.
 
-    Raises UnknownName for an unknown type, MissingTool if the installed llama-cpp-python is not the one
-    that ``kvfmt build`` makes: an unpatched library would read a foreign type id as garbage.
+    Raises MissingTool if the installed llama-cpp-python is not the one that ``kvfmt build`` makes: an unpatched
+    library would read a foreign type id as garbage.
     """
-    arguments = {**cache_arguments(kv, protect), **more}
     try:
         import llama_cpp
     except ImportError:
@@ -38,4 +37,13 @@ def open_model(path: str, kv: str = "kvq3/kvq2", protect: int | None = None, **m
         raise MissingTool(
             f"llama-cpp-python {llama_cpp.__version__} does not have the kvfmt types", "Run: kvfmt build"
         )
-    return llama_cpp.Llama(model_path=str(path), **arguments)
+    return llama_cpp
+
+
+def open_model(path: str, kv: str = "kvq3/kvq2", protect: int | None = None, **more: Any):
+    """``llama_cpp.Llama`` with a cache of those types. ``more`` goes to Llama.
+
+    Raises UnknownName for an unknown type, MissingTool without the patched bindings.
+    """
+    arguments = {**cache_arguments(kv, protect), **more}
+    return patched_bindings().Llama(model_path=str(path), **arguments)

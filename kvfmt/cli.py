@@ -103,6 +103,15 @@ def demo(
     run_demo(k, v, protect)
 
 
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Measure KV cache types on models: fidelity, retrieval, speed."""
+    # The benchmarks build on kvfmt, not kvfmt on them: they are looked up when asked for.
+    import importlib
+
+    importlib.import_module("bench.cli").app(context.args, prog_name="kvfmt bench")
+
+
 @app.command()
 @plain_errors
 def formats() -> None:

@@ -39,14 +39,23 @@ class Measured:
     policy: tuple[str, ...] = field(default=())
 
 
-def parse(output: str, compared: bool) -> Measured:
-    """Reads the output of a run with ``-lv 4``. Raises BuildFailed if what it should say is not there."""
-    buffers = [float(size) for size in _BUFFER.findall(output)]
-    policy = tuple(line.strip() for line in _POLICY.findall(output))
+def allocation(log: str) -> tuple[float, float, tuple[str, ...]]:
+    """The cache's size in MiB, its bits per value, and the policy's own words, from llama.cpp's log.
+
+    Raises BuildFailed if it does not say them.
+    """
+    buffers = [float(size) for size in _BUFFER.findall(log)]
+    policy = tuple(line.strip() for line in _POLICY.findall(log))
     sizes = [tuple(map(float, pair)) for line in policy for pair in _POLICY_BITS.findall(line)]
     if not buffers or not sizes:
-        raise BuildFailed("llama-perplexity did not say how large the cache is", "Run `kvfmt build`, then try again.")
+        raise BuildFailed("llama.cpp did not say how large the cache is", "Run `kvfmt build`, then try again.")
     bits = sum(mib * b for mib, b in sizes) and sum(m for m, _ in sizes) / sum(m / b for m, b in sizes)
+    return sum(buffers), bits, policy
+
+
+def parse(output: str, compared: bool) -> Measured:
+    """Reads the output of a run with ``-lv 4``. Raises BuildFailed if what it should say is not there."""
+    size, bits, policy = allocation(output)
     found: dict[str, tuple[float, ...]] = {}
     for name, pattern in _STATISTICS.items():
         if match := re.search(pattern, output):
@@ -56,7 +65,7 @@ def parse(output: str, compared: bool) -> Measured:
     missing = (set(_STATISTICS) if compared else {"ppl"}) - set(found)
     if missing:
         raise BuildFailed(f"llama-perplexity did not print {sorted(missing)}", "Its output may have changed with the pin.")
-    return Measured(sum(buffers), bits, found, policy)
+    return Measured(size, bits, found, policy)
 
 
 def latest_chunk(tail: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import Callable, Iterator
 
@@ -18,19 +19,28 @@ def step(text: str) -> None:
     console.print(f"[green]✓[/green] {text}")
 
 
+def duration(seconds: float) -> str:
+    """"40 s", "12 min", "3.5 h"."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 @contextmanager
 def progress(title: str, total: int, unit: str = "steps") -> Iterator[Update]:
     """Yields update(done, total). `unit` is "steps" or "bytes"."""
     if not console.is_terminal:
         console.print(f"… {title}")
         shown = 0
+        # What was done before this run says nothing about its speed.
+        began: tuple[float, int] | None = None
 
         def report(done: int, of: int) -> None:
-            nonlocal shown
+            nonlocal shown, began
+            began = began or (time.monotonic(), done)
             tenth = 10 * done // of if of else 0
             if tenth > shown and unit == "steps":
                 shown = tenth
-                console.print(f"  {title}: {done}/{of}")
+                left = (time.monotonic() - began[0]) * (of - done) / max(done - began[1], 1)
+                console.print(f"  {title}: {done}/{of}" + (f", about {duration(left)} left" if left >= 60 else ""))
 
         yield report
         return

@@ -1,0 +1,170 @@
+"""The methods' table: every method on the same stored contexts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Callable, Iterable, Optional, Sequence
+
+import numpy as np
+
+from bench.lab import contexts as ctxs
+from bench.lab import recall as recalls
+from bench.lab.cache import Geometry, Stored
+from bench.lab.codecs import Blocks, Codec, Rotated
+from bench.lab.contexts import HORIZON, Context, Setting
+from bench.lab.keys import evaluate, watch_qk
+from bench.lab.methods import GROWTH, Method, growth
+from bench.lab.policies import Layout
+from bench.lab.score import Scores, mean
+from bench.lab.session import LabError, Session
+from bench.records import Metric, Provenance, Results, Row, build_id, machine, row_key
+from bench.subjects import ModelFile, Text
+from kvfmt import registry
+
+#: Of the retrieval lists: their lengths, and how many questions each gets.
+LISTS, ASKED = (24, 48), 12
+SEED = 20240817
+#: Position buckets of the scored tokens, for curves.
+BUCKET = 16
+
+Announce = Callable[[Row], None]
+
+
+def origin(model: ModelFile, text: Text, n_ctx: int, *codecs: Codec) -> Provenance:
+    """Where a row of the lab comes from, with the spec hashes of those codecs that are formats of ours."""
+    inner = [c.inner if isinstance(c, Rotated) else c for c in codecs]
+    hashes = {c.name: registry.get(c.name).spec.hash for c in inner if isinstance(c, Blocks)}
+    return Provenance(build_id(), hashes, model.name, model.sha256, text.name, text.sha256, n_ctx, SEED, machine())
+
+
+def open_session(model: ModelFile, settings: Sequence[Setting], threads: Optional[int] = None) -> tuple[Session, Geometry]:
+    """A session with room for the longest of the settings, whose queries and keys can be watched."""
+    geometry = Geometry.of(model.path)
+    longest = max((s.stored + max(s.scored, HORIZON) + 1 for s in settings), default=0)
+    # The retrieval lists take up to 10 tokens a line.
+    n_ctx = max(longest, 10 * max(LISTS) + 32)
+    return Session(model.path, -(-n_ctx // 256) * 256, threads or 0, watch=watch_qk()), geometry
+
+
+def build_contexts(session: Session, geometry: Geometry, text: Text, setting: Setting, update: Callable[[int], None]) -> list[Context]:
+    """The contexts of one setting, each checked to be at KLD 0 from itself."""
+    found = []
+    for old, follow in ctxs.pieces(session.tokenize(text.content), setting):
+        found.append(ctxs.make(session, geometry, old, follow, setting.prompt))
+        update(len(found))
+    return found
+
+
+@dataclass(frozen=True)
+class RecallContext:
+    """A stored list with its questions."""
+
+    stored: Stored
+    layout: Layout
+    asked: list[recalls.Question]
+
+
+def build_recall(session: Session, geometry: Geometry) -> list[RecallContext]:
+    """One stored list for each of LISTS; the list is the prompt, nothing was decoded."""
+    found = []
+    for statements in LISTS:
+        text, asked = recalls.questions(SEED, statements, ASKED)
+        tokens = session.tokenize(text)
+        data, keys, _ = evaluate(session, tokens, geometry)
+        stored = Stored.read(data, geometry, keys.order)
+        layout = Layout(tuple(stored.positions(i) for i in range(geometry.layers)), len(tokens), len(tokens))
+        found.append(RecallContext(stored, layout, asked))
+    return found
+
+
+def windows(geometry: Geometry, stored: Stored) -> tuple[Optional[int], ...]:
+    """How many tokens each layer holds at most, None for all of them."""
+    return tuple(geometry.window if stored.order[i].cache == 1 else None for i in range(geometry.layers))
+
+
+def by_position(scores: Sequence[Scores]) -> list[dict]:
+    """Mean KLD per bucket of scored positions, over contexts: the distance from the stored part in tokens."""
+    kld = np.array([s.kld for s in scores])
+    return [
+        {"from": start, "to": min(start + BUCKET, kld.shape[1]), "kld": float(kld[:, start : start + BUCKET].mean())}
+        for start in range(0, kld.shape[1], BUCKET)
+    ]
+
+
+def setup_of(setting: Setting, method: Method, sensitive: tuple[int, ...]) -> dict:
+    """What else a row's key holds: the regions' names, and the layers that the probe called sensitive."""
+    uses = "sensitive" in method.kept.name
+    return {
+        **setting.as_setup(), "what": "method", "family": method.family, "kept": method.kept.name, "keeper": method.keeper.name,
+        "horizon": HORIZON, "sensitive": " ".join(map(str, sensitive)) if uses else None,
+    }
+
+
+def measure_methods(
+    session: Session,
+    geometry: Geometry,
+    model: ModelFile,
+    text: Text,
+    setting: Setting,
+    methods: Iterable[Method],
+    sensitive: tuple[int, ...],
+    results: Results,
+    update: Callable[[int], None],
+    announce: Announce = lambda row: None,
+) -> list[Row]:
+    """One row a method; those that ``results`` has are not measured again. Rows are appended as they come.
+
+    The contexts are made on the first method that needs them.
+    """
+    contexts: list[Context] = []
+    recall_contexts: list[RecallContext] = []
+    rows = []
+    for number, method in enumerate(methods, 1):
+        setup = setup_of(setting, method, sensitive)
+        source = origin(model, text, setting.stored, method.k, method.v, method.keeper)
+        row = results.find(row_key("lab", method.name, method.k.name, method.v.name, 0, source, setup))
+        if row is None:
+            if not contexts:
+                contexts = build_contexts(session, geometry, text, setting, lambda n: None)
+                recall_contexts = build_recall(session, geometry)
+            row = _measure(session, geometry, method, contexts, recall_contexts, sensitive, source, setup)
+            results.append(row)
+            announce(row)
+        rows.append(row)
+        update(number)
+    return rows
+
+
+def _measure(session, geometry, method, contexts, recall_contexts, sensitive, source, setup) -> Row:
+    scores, agreed, right, nll, bits = [], [], [], [], []
+    sizes = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
+    for context in contexts:
+        layout = replace(context.layout, sensitive=sensitive)
+        changed = method.apply(context.stored, layout)
+        scores.append(ctxs.score(session, context, changed))
+        agreed.append(ctxs.agreement(session, context, changed))
+        bits.append(method.bits(layout, *sizes))
+    for context in recall_contexts:
+        changed = method.apply(context.stored, replace(context.layout, sensitive=sensitive))
+        found = recalls.recall(session, changed, context.asked)
+        right.append(found[0])
+        nll.append(found[1])
+    if method.name == "f16" and max(s.kld.max() for s in scores) != 0.0:
+        raise LabError("the f16 method is not at KLD 0", "The harness is wrong: report it.")
+    layout = replace(contexts[0].layout, sensitive=sensitive)
+    metrics = {
+        **Scores.joined(scores).metrics(),
+        "agreement": mean(np.array(agreed)),
+        "recall": mean(np.concatenate(right)),
+        "answer_nll": mean(np.concatenate(nll)),
+    }
+    detail = {
+        "growth_at": list(GROWTH),
+        "growth": growth(method, layout, windows(geometry, contexts[0].stored), *sizes),
+        "by_position": by_position(scores),
+        "note": method.note,
+    }
+    return Row(
+        "lab", method.name, method.k.name, method.v.name, 0, float(np.mean(bits)), source, setup,
+        {name: Metric(*m) for name, m in metrics.items()}, detail,
+    )
