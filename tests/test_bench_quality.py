@@ -21,7 +21,7 @@ from bench.engine import Engine
 from bench.records import Metric, Results
 from bench.subjects import ModelFile, Text, find_model, find_text
 from kvfmt import perplexity, policy, registry
-from kvfmt.errors import BuildFailed, KvfmtError, UnknownName
+from kvfmt.errors import KvfmtError, UnknownName
 
 RANDOM_TEXT = Text("numbers", " ".join(str(i * i) for i in range(4000)))
 
