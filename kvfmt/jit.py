@@ -104,27 +104,29 @@ class KernelCache(NullCache):
             return None
         try:
             path = self._path(sig, target_context.codegen())
-            payload = pickle.loads(path.read_bytes())
-            with suppress(OSError):
-                os.utime(path.parent)  # when it was last used
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+            content = path.read_bytes()
+        except (OSError, RuntimeError):
             return None
+        if content[:32] != hashlib.sha256(content[32:]).digest():
+            return None
+        with suppress(OSError):
+            os.utime(path.parent)  # when it was last used
         _cache_log("[cache] data loaded from %r", str(path))
-        return CompileResult._rebuild(target_context, *payload)
+        return CompileResult._rebuild(target_context, *pickle.loads(content[32:]))
 
     def save_overload(self, sig, data) -> None:
         """Writes a compiled form."""
         if data.lifted or data.library.has_dynamic_globals or _edited():
             return
         payload = dumps(data._reduce())
-        with suppress(OSError, RuntimeError):
+        with suppress(OSError, RuntimeError):  # RuntimeError: no home folder
             path = self._path(sig, data.codegen)
             if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _prune(path.parent.parent)
             part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
             try:
-                part.write_bytes(payload)
+                part.write_bytes(hashlib.sha256(payload).digest() + payload)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
