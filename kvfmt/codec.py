@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from .jit import jit
 from .scalar import f16_bits_to_f32, f32_to_f16_bits
 from .spec import BlockSpec
 
@@ -18,7 +19,7 @@ Q8_0_BLOCK = 32
 Q8_0_SIZE = 34
 
 
-@njit(cache=True)
+@jit
 def _encode_q8_0(x, scales, codes):
     """One row of float32 as ggml's q8_0: scale = amax / 127, codes rounded half away from zero."""
     for b in range(scales.shape[0]):
@@ -43,7 +44,7 @@ def make_drivers(
     """
     unit = np.float32(2.0**-level_shift)
 
-    @njit(parallel=True, cache=True)
+    @jit(parallel=True)
     def encode(x, out):
         # One chunk a thread keeps the scratch arrays out of the inner loop.
         n = x.shape[0]
@@ -55,7 +56,7 @@ def make_drivers(
             for b in range(c * chunk, min(n, (c + 1) * chunk)):
                 encode_block(x[b], out[b], xi, codes, words)
 
-    @njit(parallel=True, cache=True)
+    @jit(parallel=True)
     def decode(data, out):
         n = data.shape[0]
         chunk = 256
@@ -66,7 +67,7 @@ def make_drivers(
                 for i in range(block):
                     out[b, i] = scale * (np.float32(levels[i]) * unit)
 
-    @njit(parallel=True, cache=True)
+    @jit(parallel=True)
     def dot(data, scales, codes, out):
         # data u8[rows, blocks, size]; the query as q8_0: scales f32[2 * blocks], codes i32[block * blocks]
         per_block = block // Q8_0_BLOCK

@@ -8,7 +8,8 @@ each float32 operation rounds on its own (IEEE 754, round to nearest even).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from .jit import jit
 
 #: Largest finite f16. Inputs saturate here, so that a block never holds an infinity.
 F16_MAX = np.float32(65504.0)
@@ -20,7 +21,7 @@ UNIT = 32767
 AMAX_ZERO = np.float32(2.0**-26)
 
 
-@njit(cache=True)
+@jit
 def f32_to_f16_bits(value):
     """float32 -> f16 bits (uint16), round to nearest even, subnormals kept, overflow to infinity."""
     bits = np.float32(value).view(np.uint32)
@@ -48,7 +49,7 @@ def f32_to_f16_bits(value):
     return np.uint16(sign | out)
 
 
-@njit(cache=True)
+@jit
 def f16_bits_to_f32(half):
     """f16 bits (uint16) -> float32, exact."""
     sign = np.uint32(half & np.uint16(0x8000)) << np.uint32(16)
@@ -63,7 +64,7 @@ def f16_bits_to_f32(half):
     return value
 
 
-@njit(cache=True)
+@jit
 def sanitise(value):
     """NaN becomes 0, everything beyond the f16 range saturates."""
     if not value == value:
@@ -75,7 +76,7 @@ def sanitise(value):
     return value
 
 
-@njit(cache=True)
+@jit
 def store_scale(scale, out):
     """Write a non-negative float32 scale as little-endian f16, saturating. Returns the f16 bits."""
     bits = f32_to_f16_bits(min(scale, F16_MAX))
@@ -84,13 +85,13 @@ def store_scale(scale, out):
     return bits
 
 
-@njit(cache=True)
+@jit
 def load_scale(block):
     """Read the little-endian f16 scale at the head of a block as float32."""
     return f16_bits_to_f32(np.uint16(block[0]) | (np.uint16(block[1]) << np.uint16(8)))
 
 
-@njit(cache=True)
+@jit
 def normalise(x, xi):
     """Sanitise a block of float32 and scale it to int32 in [-32767, 32767].
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def cache_dir() -> Path:
-    """Downloads and models, shared by all checkouts: $KVFMT_CACHE or ~/.cache/kvfmt."""
+    """Downloads, models and compiled kernels, shared by all checkouts: $KVFMT_CACHE or ~/.cache/kvfmt."""
     return Path(os.environ.get("KVFMT_CACHE") or "~/.cache/kvfmt").expanduser().resolve()
 
 

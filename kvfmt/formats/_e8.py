@@ -37,8 +37,8 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from ..jit import jit
 from ..scalar import UNIT, f32_to_f16_bits, load_scale, normalise, store_scale
 from ..spec import Table, flat
 
@@ -160,7 +160,7 @@ def make_kernels(book: Codebook):
     Y, NOW, BEST, TRY = 0, BLOCK, BLOCK + CHOICE, BLOCK + 2 * CHOICE
     SCRATCH = TRY + 2 * (parts * PART + 1)
 
-    @njit(cache=True)
+    @jit
     def place(y, first, t, order):
         """Sorts a row's positions by |z|, downwards; returns the parity of its signs and sum z**2."""
         negative = np.int32(0)
@@ -177,7 +177,7 @@ def make_kernels(book: Codebook):
             order[j] = key
         return negative, square
 
-    @njit(cache=True)
+    @jit
     def best_classes(order, gains, picks):
         """For each parity relative to the natural signs: the most that a class gains, and 2 * class + flipped."""
         for parity in range(2):
@@ -195,7 +195,7 @@ def make_kernels(book: Codebook):
                 gains[1 - p] = flipped
                 picks[1 - p] = 2 * k + 1
 
-    @njit(cache=True)
+    @jit
     def nearest(y, group, out, trial, gains, picks):
         """The best word of a group into ``out``: each row's ranking, class and flip; then the direction. Returns its error."""
         least = np.int32(0)
@@ -225,7 +225,7 @@ def make_kernels(book: Codebook):
                 out[parts * PART] = t
         return least
 
-    @njit(cache=True)
+    @jit
     def quantize(xi, j, words, gains, picks, chosen):
         """Words for a block at candidate scale j into ``words[chosen:]``; returns the score."""
         for i in range(BLOCK):
@@ -235,7 +235,7 @@ def make_kernels(book: Codebook):
             total += nearest(words, g, words[chosen + g * (parts * PART + 1) :], words[TRY:], gains, picks)
         return np.float32(total) * weight[j]
 
-    @njit(cache=True)
+    @jit
     def encode_block(x, out, xi, codes, words):
         out[:] = 0
         amax = normalise(x, xi)
@@ -296,7 +296,7 @@ def make_kernels(book: Codebook):
             return
         store_scale(scale, out)
 
-    @njit(cache=True)
+    @jit
     def decode_levels(data, levels):
         for g in range(N_GROUPS):
             signs = np.int32(data[2 + n_rows + g])

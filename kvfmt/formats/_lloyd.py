@@ -17,9 +17,9 @@ exact integers: no order of summation, no SIMD width and no compiler can change 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from scipy.stats import norm
 
+from ..jit import jit
 from ..scalar import UNIT, f32_to_f16_bits, normalise, store_scale
 from ..spec import Table, flat
 
@@ -105,7 +105,7 @@ def make_search(levels: tuple[int, ...], thresholds: np.ndarray):
     steps = np.diff(levels).astype(np.int32)
     square_steps = np.diff(np.square(levels)).astype(np.int32)
 
-    @njit(cache=True)
+    @jit
     def search(x, xi, codes, words, out):
         amax = normalise(x, xi)
         if amax == 0:

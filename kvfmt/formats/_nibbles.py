@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from numba import njit
 
+from ..jit import jit
 from ..spec import Field
 
 FIELD = Field("qs", "u8", 32, "codes: byte j holds value j in its low and value j+32 in its high nibble")
 
 
-@njit(cache=True)
+@jit
 def pack(codes, out):
     for j in range(32):
         out[2 + j] = codes[j] | (codes[j + 32] << 4)
 
 
-@njit(cache=True)
+@jit
 def unpack(data, table, levels):
     for j in range(32):
         levels[j] = table[data[2 + j] & 15]

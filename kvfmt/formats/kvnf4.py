@@ -8,10 +8,10 @@ decode and dot are integer table look-ups.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from scipy.stats import norm
 
 from ..codec import Format, make_drivers
+from ..jit import jit
 from ..scalar import UNIT, f32_to_f16_bits, load_scale, normalise, store_scale
 from ..spec import BlockSpec, Field, Table
 from . import _nibbles
@@ -64,7 +64,7 @@ _levels = np.array(LEVELS, np.int32)
 _thresholds = np.array(SPEC.table("thresholds").values, np.int32)
 
 
-@njit(cache=True)
+@jit
 def encode_block(x, out, xi, codes, words):
     out[:2] = 0
     out[2:] = ZERO_CODE * 17
@@ -81,7 +81,7 @@ def encode_block(x, out, xi, codes, words):
     _nibbles.pack(codes, out)
 
 
-@njit(cache=True)
+@jit
 def decode_levels(data, levels):
     _nibbles.unpack(data, _levels, levels)
     return load_scale(data)

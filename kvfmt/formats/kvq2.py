@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..codec import Format, make_drivers
+from ..jit import jit
 from ..scalar import load_scale
 from ..spec import BlockSpec, Field
 from . import _lloyd
@@ -34,7 +34,7 @@ _levels = np.array(SPEC.table("levels").values, np.int32)
 _search = _lloyd.make_search(LEVELS, _grid)
 
 
-@njit(cache=True)
+@jit
 def encode_block(x, out, xi, codes, words):
     out[:] = 0
     if not _search(x, xi, codes, words, out):
@@ -43,7 +43,7 @@ def encode_block(x, out, xi, codes, words):
         out[2 + j] = codes[j] | (codes[j + 16] << 2) | (codes[j + 32] << 4) | (codes[j + 48] << 6)
 
 
-@njit(cache=True)
+@jit
 def decode_levels(data, levels):
     for j in range(16):
         byte = data[2 + j]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..codec import Format, make_drivers
+from ..jit import jit
 from ..scalar import load_scale
 from ..spec import BlockSpec, Field
 from . import _lloyd, _nibbles
@@ -31,14 +31,14 @@ _levels = np.array(SPEC.table("levels").values, np.int32)
 _search = _lloyd.make_search(LEVELS, _grid)
 
 
-@njit(cache=True)
+@jit
 def encode_block(x, out, xi, codes, words):
     out[:] = 0
     if _search(x, xi, codes, words, out):
         _nibbles.pack(codes, out)
 
 
-@njit(cache=True)
+@jit
 def decode_levels(data, levels):
     _nibbles.unpack(data, _levels, levels)
     return load_scale(data)
