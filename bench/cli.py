@@ -10,6 +10,7 @@ from typing import Optional
 
 import typer
 
+from bench.lab.cli import register
 from kvfmt.build.paths import ROOT
 from kvfmt.cli import plain_errors
 
@@ -175,7 +176,7 @@ def speed(
     console.print(f"rows: {results.path}", soft_wrap=True)
 
 
-# The lab, the probe and the report bring their own functions: app.command("lab")(plain_errors(...)).
+register(app, MODEL, OUTPUT, THREADS, output_file)
 
 if __name__ == "__main__":
     app()

@@ -39,30 +39,74 @@ def engine(tiny):
         yield engine
 
 
-def test_figures_are_those_of_llama_perplexity(ggml_libdir, tiny, tmp_path):
-    """To three digits: a chunk of SmolLM2, and many of a model that wants a first token in each."""
-    for model, text, n_ctx, chunks in ((find_model("smollm2"), find_text("docs"), 256, 1), (tiny, RANDOM_TEXT, 256, 4)):
-        with Engine(model.path, threads=2) as engine:
-            plan, results = quality.make_plan(n_ctx, chunks, None), Results(tmp_path / "r.jsonl")
-            f16, *rows = quality.measure(engine, model, text, (F16, Cache("q4_0"), Cache("kvq3/kvq2", 1)), plan, results)
-            assert engine.add_bos == (model is tiny)
-        assert all(f16.metrics[name].value == 0 for name in ("kld", "kld_cut", "kld_max"))
-        source, base = tmp_path / "text", tmp_path / "base"
-        source.write_text(text.content, "utf-8")
-        common = ["-m", str(model.path), "-f", str(source), "-c", str(n_ctx), "-b", str(n_ctx), "-t", "2"]
-        common += ["--chunks", str(chunks), "--kl-divergence-base", str(base)]
-        perplexity.run(ggml_libdir / "llama-perplexity", [*common, *F16.arguments()])
-        for row in rows:
-            arguments = [*common, "--kl-divergence", *Cache(f"{row.k}/{row.v}", row.protect).arguments()]
-            theirs = perplexity.run(ggml_libdir / "llama-perplexity", arguments, compared=True)
-            same = Metric(*(100 * x for x in row.metrics["same_top"]))
-            ours = {**row.metrics, "kld": row.metrics["kld_cut"], "same_top": same}
-            for name in ("ppl", "ppl_base", "ppl_ratio", "kld", "same_top"):
-                assert ours[name] == pytest.approx(theirs.statistics[name], rel=5e-4, abs=5e-6), name
-            for name in ("kld_999", "kld_max"):
-                assert ours[name].value == pytest.approx(theirs.statistics[name][0], rel=1e-3), name
-            assert row.metrics["kld"].value == pytest.approx(ours["kld"].value, rel=3e-3)
-            assert row.bits_per_value == pytest.approx(theirs.bits_per_value, abs=1e-3)
+def test_figures_are_those_of_llama_perplexity(ggml_libdir, tmp_path):
+    """To three digits on SmolLM2."""
+    model, text, plan = find_model("smollm2"), find_text("docs"), quality.make_plan(256, 1, None)
+    with Engine(model.path, threads=2) as engine:
+        f16, *rows = quality.measure(engine, model, text, (F16, Cache("q4_0"), Cache("kvq3/kvq2", 1)), plan, Results(tmp_path / "r.jsonl"))
+    assert all(f16.metrics[name].value == 0 for name in ("kld", "kld_cut", "kld_max"))
+    source, base, program = tmp_path / "text", tmp_path / "base", ggml_libdir / "llama-perplexity"
+    source.write_text(text.content, "utf-8")
+    common = ["-m", str(model.path), "-f", str(source), "-c", "256", "-b", "256", "-t", "2", "--chunks", "1"]
+    common += ["--kl-divergence-base", str(base)]
+    perplexity.run(program, [*common, *F16.arguments()])
+    for row in rows:
+        theirs = perplexity.run(program, [*common, "--kl-divergence", *Cache(f"{row.k}/{row.v}", row.protect).arguments()], compared=True)
+        same = Metric(*(100 * x for x in row.metrics["same_top"]))
+        ours = {**row.metrics, "kld": row.metrics["kld_cut"], "same_top": same}
+        for name in ("ppl", "ppl_base", "ppl_ratio", "kld", "same_top"):
+            assert ours[name] == pytest.approx(theirs.statistics[name], rel=5e-4, abs=5e-6), name
+        for name in ("kld_999", "kld_max"):
+            assert ours[name].value == pytest.approx(theirs.statistics[name][0], rel=1e-3), name
+        assert row.metrics["kld"].value == pytest.approx(ours["kld"].value, rel=3e-3)
+        assert row.bits_per_value == pytest.approx(theirs.bits_per_value, abs=1e-3)
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+def test_chunks_are_those_of_llama_perplexity(ggml_libdir, tmp_path, first_token):
+    """Its file of f16's predictions: the same tokens, positions and probabilities in every chunk, with and without a
+    first token that the model wants."""
+    path = random_gguf.llama(tmp_path / "m.gguf")
+    if not first_token:
+        path = without_first_token(path)
+    plan = quality.make_plan(256, 3, None)
+    source, base = tmp_path / "text", tmp_path / "base"
+    source.write_text(RANDOM_TEXT.content)
+    command = [ggml_libdir / "llama-perplexity", "-m", path, "-f", source, "-c", "256", "-b", "256", "-t", "1", "--chunks", "3"]
+    subprocess.run([*command, "--kl-divergence-base", base, *F16.arguments()], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    raw = base.read_bytes()
+    assert raw[:8] == b"_logits_"
+    n_ctx, n_vocab, n_chunk = np.frombuffer(raw, np.int32, 3, 8)
+    assert (n_ctx, n_vocab, n_chunk) == (256, random_gguf.N_VOCAB, 3)
+    tokens = np.frombuffer(raw, np.int32, 256 * 3, 20).reshape(3, 256)
+    width = 2 * ((n_vocab + 1) // 2) + 4
+    rows = np.frombuffer(raw, np.uint16, 3 * plan.per_chunk * width, 20 + 4 * 256 * 3).reshape(3, plan.per_chunk, width)
+    scale, low = np.moveaxis(np.ascontiguousarray(rows[:, :, :4]).view(np.float32), 2, 0)
+    theirs = rows[:, :, 4 : 4 + n_vocab] * scale[:, :, None] + low[:, :, None]
+    with Engine(path, threads=1) as engine, engine.open(F16, 256, 256) as session:
+        assert engine.add_bos is first_token
+        pieces = quality.chunks_of(engine, RANDOM_TEXT, plan)
+        np.testing.assert_array_equal(pieces[:, 1:], tokens[:, 1:])
+        assert (pieces[:, 0] == 1).all() if first_token else (pieces[1:, 0] == tokens[1:, 0]).all()
+        for piece, expected in zip(pieces, theirs):
+            session.clear()
+            logits = session.decode(piece, plan.first)[: plan.per_chunk].astype(np.float64)
+            ours = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            # 16 nats in 65,535 steps; what lies deeper is stored as 16.
+            shown = ours > ours.max(1, keepdims=True) - 15.9
+            assert shown.mean() > 0.5 and abs(ours - expected)[shown].max() < 3e-4
+
+
+def without_first_token(path):
+    """A copy whose tokenizer adds nothing: the one byte of that switch is another."""
+    data = bytearray(path.read_bytes())
+    name = b"tokenizer.ggml.add_bos_token"
+    at = data.index(name) + len(name) + 4  # the value's type comes first
+    assert data[at] == 1
+    data[at] = 0
+    copy = path.with_name("bare.gguf")
+    copy.write_bytes(data)
+    return copy
 
 
 def test_bits_are_those_of_the_policy(engine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Optional, Sequence
 
@@ -29,12 +28,23 @@ def bindings():
     return llama_cpp
 
 
-@dataclass
 class _Log:
-    lines: list[str]
+    """What the library says. There is one, for ever: the library keeps a pointer to its callback."""
 
-    def tail(self) -> str:
-        return "".join(self.lines[-6:]).strip()
+    lines: list[str] = []
+    callback = None
+
+    @classmethod
+    def listen(cls) -> None:
+        llama = bindings()
+        if cls.callback is None:
+            cls.callback = llama.llama_log_callback(lambda level, text, data: cls.lines.append(text.decode("utf-8", "replace")))
+        cls.lines.clear()
+        llama.llama_log_set(cls.callback, ctypes.c_void_p(0))
+
+    @classmethod
+    def tail(cls) -> str:
+        return "".join(cls.lines[-6:]).strip()
 
 
 class Watch:
@@ -104,9 +114,7 @@ class Session:
 
     def __init__(self, model: Path, n_ctx: int, threads: int = 0, flash: bool = True, watch: Optional[Watch] = None) -> None:
         llama = self.llama = bindings()
-        self.log = _Log([])
-        self._collect = llama.llama_log_callback(lambda level, text, data: self.log.lines.append(text.decode("utf-8", "replace")))
-        llama.llama_log_set(self._collect, ctypes.c_void_p(0))
+        _Log.listen()
         llama.llama_backend_init()
         self.ctx = self.model = None
         self.path, self.n_ctx, self.watch = Path(model), n_ctx, watch
@@ -116,7 +124,7 @@ class Session:
         wanted.n_gpu_layers = 0
         self.model = llama.llama_model_load_from_file(str(model).encode(), wanted)
         if not self.model:
-            raise LabError(f"{self.path.name} does not load: {self.log.tail()}", "It is damaged, or this llama.cpp does not know the model.")
+            raise LabError(f"{self.path.name} does not load: {_Log.tail()}", "It is damaged, or this llama.cpp does not know the model.")
         trained = llama.llama_model_n_ctx_train(self.model)
         if n_ctx > trained:
             self.close()
@@ -132,7 +140,7 @@ class Session:
             params.cb_eval = watch.callback
         self.ctx = llama.llama_init_from_model(self.model, params)
         if not self.ctx:
-            words = self.log.tail()
+            words = _Log.tail()
             self.close()
             raise LabError(f"no context of {n_ctx} tokens for {self.path.name}: {words}", "Ask for fewer tokens.")
         self._vocab = llama.llama_model_get_vocab(self.model)
@@ -146,8 +154,6 @@ class Session:
         if self.model:
             self.llama.llama_model_free(self.model)
         self.ctx = self.model = None
-        # The library keeps the pointer: it must not outlive what it points to.
-        self.llama.llama_log_set(_quiet(), ctypes.c_void_p(0))
 
     def __enter__(self) -> "Session":
         return self
@@ -198,7 +204,7 @@ class Session:
                 self.watch.begin_pass()
             status = llama.llama_decode(self.ctx, batch)
             if status != 0:
-                raise LabError(f"llama_decode failed with {status}: {self.log.tail()}", "The context may be too small.")
+                raise LabError(f"llama_decode failed with {status}: {_Log.tail()}", "The context may be too small.")
         finally:
             llama.llama_batch_free(batch)
         self.n_past += len(tokens)
@@ -218,19 +224,19 @@ class Session:
         space = (ctypes.c_uint8 * size)()
         n = self.llama.llama_state_seq_get_data(self.ctx, space, size, 0)
         if n == 0 or n != size:
-            raise LabError(f"the state was not saved: {n} of {size} bytes: {self.log.tail()}", "Report it.")
+            raise LabError(f"the state was not saved: {n} of {size} bytes: {_Log.tail()}", "Report it.")
         return bytes(space)
 
     def load(self, state: bytes) -> None:
         """Replaces what the context holds. Raises LabError, with the library's words, if it refuses the state."""
         self.clear()
-        self.log.lines.clear()
+        _Log.listen()
         space = (ctypes.c_uint8 * max(1, len(state))).from_buffer_copy(state or b"\0")
         n = self.llama.llama_state_seq_set_data(self.ctx, space, len(state), 0)
-        if n != len(state):
+        if n != len(state) or n == 0:
             self.clear()
             raise LabError(
-                f"the state was refused ({n} of {len(state)} bytes read): {self.log.tail()}",
+                f"the state was refused ({n} of {len(state)} bytes read): {_Log.tail()}",
                 f"It has to come from {self.path.name} with an f16 cache and the same flash attention setting.",
             )
         self.n_past = self.llama.llama_memory_seq_pos_max(self._memory, 0) + 1
@@ -243,12 +249,3 @@ class Session:
             found.append(token)
         return found
 
-
-_kept: list = []
-
-
-def _quiet():
-    """A log callback that lives as long as the process."""
-    if not _kept:
-        _kept.append(bindings().llama_log_callback(lambda level, text, data: None))
-    return _kept[0]
