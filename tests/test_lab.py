@@ -22,6 +22,7 @@ from converters import state as states
 from converters.state import StateError
 from kvfmt import registry
 from kvfmt.errors import KvfmtError, UnknownName
+from kvfmt.transform import hadamard, rotation_size
 
 RNG = np.random.default_rng(7)
 #: Keys with what makes them hard: an offset, an outlier channel, a nearly empty token.
@@ -71,9 +72,9 @@ def test_a_head_that_does_not_fit_is_refused_by_name(codec):
 
 @pytest.mark.parametrize("dim, n", [(64, 64), (128, 128), (192, 64), (256, 256)])
 def test_rotation_is_llamas(dim, n):
-    assert c.key_rotation(dim) == n
+    assert rotation_size(dim, keys=True) == n
     x = RNG.standard_normal((3, 2, dim)).astype(np.float32)
-    np.testing.assert_allclose(c.hadamard(c.hadamard(x, n), n), x, atol=1e-5)
+    np.testing.assert_allclose(hadamard(hadamard(x, n), n), x, atol=1e-5)
 
 
 def test_more_bits_are_closer():

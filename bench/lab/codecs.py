@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from gguf.quants import dequantize, quantize
 
 from kvfmt import registry
 from kvfmt.errors import KvfmtError
+from kvfmt.transform import hadamard, rotation_size
 
 F16_MAX = np.float32(65504.0)
 
@@ -291,28 +291,6 @@ class Fourier:
         return tokens * heads * ((dim // 2 + 1) * self.magnitude_bits + (dim // 2 - 1) * self.phase_bits + 2 + 16)
 
 
-@lru_cache(maxsize=None)
-def hadamard_matrix(n: int) -> np.ndarray:
-    """Orthonormal, symmetric: its own inverse. float32 [n, n], n a power of two."""
-    h = np.ones((1, 1))
-    while h.shape[0] < n:
-        h = np.block([[h, h], [h, -h]])
-    return (h / math.sqrt(n)).astype(np.float32)
-
-
-def hadamard(x: np.ndarray, n: int) -> np.ndarray:
-    """Each run of ``n`` values of the last axis, rotated. Raises KvfmtError if ``n`` does not divide it."""
-    return (grouped(x, n, f"Hadamard {n}") @ hadamard_matrix(n)).reshape(x.shape)
-
-
-def key_rotation(dim: int) -> int:
-    """Size of llama.cpp's rotation of keys: the largest 64 x 2^j that divides the head; of values it is 64."""
-    n = 64
-    while dim % (2 * n) == 0:
-        n *= 2
-    return n
-
-
 @dataclass(frozen=True)
 class Rotated:
     """Another codec in the domain in which llama.cpp stores quantized caches. f16 caches are stored unrotated."""
@@ -325,7 +303,7 @@ class Rotated:
         return f"{self.inner.name}, Hadamard"
 
     def apply(self, x):
-        n = key_rotation(x.shape[-1]) if self.side == "k" else 64
+        n = rotation_size(x.shape[-1], keys=self.side == "k")
         return hadamard(self.inner.apply(hadamard(x, n)), n)
 
     def allocated_bits(self, tokens, heads, dim):
