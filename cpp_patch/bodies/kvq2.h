@@ -22,7 +22,9 @@ KVQ_FN int8_t kvq2_level(const block_kvq2 * b, int i) {
 
 // All levels of a block, in order.
 KVQ_FN void kvq2_unpack(const block_kvq2 * b, int8_t * levels) {
-#if defined(KVQ_AVX2)
+#if defined(KVQ_AVX512)
+    _mm512_storeu_si512((void *) levels, _mm512_shuffle_epi8(kvq_shuffle_table512(kvq2_levels, 4), kvq_crumbs64(b->qs)));
+#elif defined(KVQ_AVX2)
     const __m256i lookup = kvq_shuffle_table(kvq2_levels, 4);
     for (int half = 0; half < 2; ++half) {
         const __m256i codes = kvq_crumbs32(b->qs, half);

@@ -27,7 +27,13 @@ KVQ_FN int8_t kvq3_level(const block_kvq3 * b, int i) {
 
 // All levels of a block, in order.
 KVQ_FN void kvq3_unpack(const block_kvq3 * b, int8_t * levels) {
-#if defined(KVQ_AVX2)
+#if defined(KVQ_AVX512)
+    uint64_t signs;
+    memcpy(&signs, b->qh, sizeof(signs));
+    const __m512i magnitudes = kvq_crumbs64(b->qs);
+    const __m512i codes      = _mm512_or_si512(magnitudes, _mm512_maskz_set1_epi8(signs, 4));
+    _mm512_storeu_si512((void *) levels, _mm512_shuffle_epi8(kvq_shuffle_table512(kvq3_levels, 8), codes));
+#elif defined(KVQ_AVX2)
     const __m256i lookup = kvq_shuffle_table(kvq3_levels, 8);
     for (int half = 0; half < 2; ++half) {
         uint32_t signs;

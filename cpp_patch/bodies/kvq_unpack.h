@@ -1,4 +1,4 @@
-// Unpacking of codes to integer levels, 64 at a time: scalar and AVX2. Levels are integers, so every path is exact.
+// Unpacking of codes to integer levels, 64 at a time: scalar, AVX2 and AVX-512. Levels are integers, so every path is exact.
 #pragma once
 
 #include "kvq_lloyd.h"
@@ -6,6 +6,26 @@
 #if defined(__AVX2__) && !defined(__CUDACC__) && !defined(__HIPCC__)
 #    define KVQ_AVX2 1
 #    include <immintrin.h>
+#endif
+
+#if defined(KVQ_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#    define KVQ_AVX512 1
+#endif
+
+#if defined(KVQ_AVX512)
+
+// Up to 16 levels for a byte shuffle.
+static inline __m512i kvq_shuffle_table512(const int8_t * levels, int n) {
+    return _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8((__mmask16) ((1u << n) - 1), levels));
+}
+
+// Two-bit fields of the crumb layout, one byte each.
+static inline __m512i kvq_crumbs64(const uint8_t * qs) {
+    const __m512i bytes  = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) qs));
+    const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+    return _mm512_and_si512(_mm512_srlv_epi32(bytes, shifts), _mm512_set1_epi8(3));
+}
+
 #endif
 
 #if defined(KVQ_AVX2)
@@ -34,6 +54,12 @@ static inline __m256i kvq_spread_bits32(uint32_t bits) {
 }
 
 static inline void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, int8_t * levels) {
+#if defined(KVQ_AVX512)
+    const __m256i packed = _mm256_loadu_si256((const __m256i *) qs);
+    const __m512i both  = _mm512_inserti64x4(_mm512_castsi256_si512(packed), _mm256_srli_epi16(packed, 4), 1);
+    const __m512i codes = _mm512_and_si512(both, _mm512_set1_epi8(15));
+    _mm512_storeu_si512((void *) levels, _mm512_shuffle_epi8(kvq_shuffle_table512(table, 16), codes));
+#else
     const __m256i lookup = kvq_shuffle_table(table, 16);
     const __m256i bytes  = _mm256_loadu_si256((const __m256i *) qs);
     const __m256i mask   = _mm256_set1_epi8(15);
@@ -41,6 +67,7 @@ static inline void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, 
     const __m256i high   = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
     _mm256_storeu_si256((__m256i *) levels, _mm256_shuffle_epi8(lookup, low));
     _mm256_storeu_si256((__m256i *) (levels + 32), _mm256_shuffle_epi8(lookup, high));
+#endif
 }
 
 #else
