@@ -86,6 +86,13 @@ def make_drivers(
     return encode, decode, dot
 
 
+def _read_only(x: np.ndarray) -> np.ndarray:
+    """A view of ``x``. To Numba arrays that can be written are another type, for which it would compile once more."""
+    view = x.view()
+    view.flags.writeable = False
+    return view
+
+
 @dataclass(frozen=True)
 class Format:
     """A registered format: its spec and the array functions on it."""
@@ -114,7 +121,7 @@ class Format:
             blocks = np.ascontiguousarray(x, dtype=np.float32).reshape(-1, self.spec.block)
         out = np.empty((blocks.shape[0], self.spec.size), np.uint8)
         with self._lock:
-            self._encode(blocks, out)
+            self._encode(_read_only(blocks), out)
         return out.reshape(*x.shape[:-1], row)
 
     def decode(self, data: np.ndarray) -> np.ndarray:
@@ -126,7 +133,7 @@ class Format:
         blocks = np.ascontiguousarray(data).reshape(-1, self.spec.size)
         out = np.empty((blocks.shape[0], self.spec.block), np.float32)
         with self._lock:
-            self._decode(blocks, out)
+            self._decode(_read_only(blocks), out)
         return out.reshape(*data.shape[:-1], data.shape[-1] // self.spec.size * self.spec.block)
 
     def dot(self, data: np.ndarray, query: np.ndarray) -> np.ndarray:
@@ -149,8 +156,9 @@ class Format:
         codes = np.empty(query.size, np.int32)
         out = np.empty(data.shape[0], np.float32)
         with self._lock:
-            _encode_q8_0(query, scales, codes)
-            self._dot(np.ascontiguousarray(data).reshape(data.shape[0], n_blocks, self.spec.size), scales, codes, out)
+            _encode_q8_0(_read_only(query), scales, codes)
+            rows = np.ascontiguousarray(data).reshape(data.shape[0], n_blocks, self.spec.size)
+            self._dot(_read_only(rows), scales, codes, out)
         return out
 
     def _whole_blocks(self, data: np.ndarray) -> np.ndarray:
