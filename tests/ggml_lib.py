@@ -94,6 +94,7 @@ class Ggml:
             ("ggml_cpy", void_p, [void_p, void_p, void_p]),
             ("ggml_mul_mat", void_p, [void_p, void_p, void_p]),
             ("ggml_flash_attn_ext", void_p, [void_p, void_p, void_p, void_p, void_p, c_float, c_float, c_float]),
+            ("ggml_flash_attn_ext_add_sinks", None, [void_p, void_p]),
             ("ggml_permute", void_p, [void_p, void_p, c_int, c_int, c_int, c_int]),
             ("ggml_cont", void_p, [void_p, void_p]),
             ("ggml_new_graph", void_p, [void_p]),

@@ -453,6 +453,78 @@ def test_flash_attention_on_a_query_that_is_not_rounded(ggml, fmt):
     assert np.square(got - want).sum() < 1e-4 * np.square(want).sum()
 
 
+def _pairs() -> list[tuple[str, str]]:
+    """Each of our types as K and as V, beside f16, q8_0 and itself."""
+    return [pair for name in BY_NAME for pair in ((name, "f16"), ("f16", name), (name, "q8_0"), ("q8_0", name), (name, name))]
+
+
+def _streams_attention(q, k, v, mask, scale, bias, softcap, sinks) -> np.ndarray:
+    """float64 [streams, batch, heads, head]: q [streams, heads, batch, head], k and v [streams, n_kv, heads_kv, head],
+    mask [streams, batch, n_kv], bias (ALiBi slopes) and sinks [heads]."""
+    group = q.shape[1] // k.shape[2]
+    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
+    scores = np.einsum("shbd,snhd->shbn", q, k) * scale
+    scores = softcap * np.tanh(scores / softcap) + bias[:, None, None] * mask[:, None]
+    most = np.maximum(scores.max(axis=-1, keepdims=True), sinks[:, None, None])
+    weights = np.exp(scores - most)
+    weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - most)
+    return np.einsum("shbn,snhd->sbhd", weights, v)
+
+
+def _alibi(heads: int, max_bias: float) -> np.ndarray:
+    """The slopes of the ALiBi paper for any number of heads."""
+    power = 2 ** int(np.log2(heads))
+    first = 2.0 ** (-max_bias / power * np.arange(1, power + 1))
+    return np.concatenate([first, 2.0 ** (-max_bias / 2 / power * (2 * np.arange(heads - power) + 1))])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 23], ids=["one token", "few rows", "many rows"])
+@pytest.mark.parametrize("k_name, v_name", _pairs())
+def test_flash_attention_with_everything(ggml, k_name, v_name, batch):
+    """A context that is split, streams, ALiBi, a soft-cap and sinks; and what no query sees may hold any bytes."""
+    k_type, v_type = Stored(ggml, k_name), Stored(ggml, v_name)
+    head, heads_kv, group, streams, n_kv, max_bias, softcap = 64, 2, 3, 2, 700, 8.0, 5.0
+    rng = np.random.default_rng(53)
+    heads = heads_kv * group
+    shape = (streams, n_kv, heads_kv, head)
+    k_data, v_data = (t.pack(rng.standard_normal(shape).astype(np.float32)).reshape(streams, n_kv, -1) for t in (k_type, v_type))
+    k, v = (t.unpack(d, shape) for t, d in ((k_type, k_data), (v_type, v_data)))
+    q = rng.standard_normal((streams, heads, batch, head)).astype(np.float32)
+    mask = np.stack([_mask(rng, batch, n_kv) for _ in range(streams)])
+    hidden = rng.random((streams, n_kv)) < 0.2
+    hidden[:, 64:150] = True  # a tile that is skipped, and more
+    hidden[:, :batch] = False
+    mask[np.repeat(hidden[:, None], batch, axis=1)] = -np.inf
+    sinks = rng.uniform(-3, 3, heads).astype(np.float32)
+    scale = 1 / np.sqrt(head)
+
+    results = []
+    for junk in (0x00, 0xFF, 0x7C):  # an infinite or NaN scale; in f16, NaNs
+        for data in (k_data, v_data):
+            data.view(np.uint8).reshape(streams, n_kv, -1)[hidden] = junk
+        for threads in (1, 2):
+            with Graph(ggml, 16) as g:
+                caches = [
+                    g.swapped(g.tensor(t.type_id, (head, heads_kv, n_kv, streams), d)) for t, d in ((k_type, k_data), (v_type, v_data))
+                ]
+                result = ggml.base.ggml_flash_attn_ext(
+                    g.ctx,
+                    g.tensor(GGML_TYPE_F32, (head, batch, heads, streams), q),
+                    *caches,
+                    g.tensor(GGML_TYPE_F16, (n_kv, batch, 1, streams), mask),
+                    scale,
+                    max_bias,
+                    softcap,
+                )
+                ggml.base.ggml_flash_attn_ext_add_sinks(result, g.tensor(GGML_TYPE_F32, (heads,), sinks))
+                results.append(g.compute(result, threads).view(np.float32).reshape(streams, batch, heads, head))
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = _streams_attention(q.astype(np.float64), k, v, mask.astype(np.float64), scale, _alibi(heads, max_bias), softcap, sinks)
+    assert np.abs(results[0] - want).max() < 2e-5 * np.abs(v).max()
+    for other in results[1:]:
+        assert np.array_equal(results[0], other), "hidden cells or the number of threads changed the result"
+
+
 def test_the_structures_of_ctypes_are_those_of_the_library(ggml):
     """The last members of both traits structs read back what ggml's own accessors say."""
     q8 = ggml.traits(GGML_TYPE_Q8_0)
