@@ -477,6 +477,8 @@ def _run(program: Path, x: np.ndarray, tmp_path: Path) -> dict[str, tuple[np.nda
         ("c", "-O0"),
         ("c", "-O2"),
         ("c", "-O3 -march=native"),
+        ("c", "-O2 -march=native -mno-avx512f"),
+        ("c", "-O2 -march=native -mno-avx2"),
         ("c", "-O1 -march=native -fsanitize=undefined -fno-sanitize-recover=all"),
         ("c++", "-O2 -march=native"),
     ],
