@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit, prange
 
+from .build.lock import locked
+from .build.paths import cache_dir
 from .scalar import f16_bits_to_f32, f32_to_f16_bits
 from .spec import BlockSpec
 
@@ -85,6 +88,21 @@ def make_drivers(
     return encode, decode, dot
 
 
+def compiling_alone(kernel: Callable) -> contextlib.AbstractContextManager:
+    """Holds off other processes while ``kernel`` is compiled, or loaded from Numba's cache, for the first time.
+
+    The kernels of all formats are one source line, so Numba keeps them in one index. Two processes that compile
+    different formats at once number their files alike, and from then on one format is read with the other's code.
+    """
+    stack = contextlib.ExitStack()
+    # Without Numba a kernel is a plain function, and nothing is compiled.
+    if not getattr(kernel, "signatures", True):
+        # A cache that cannot be written to cannot be spoiled either.
+        with contextlib.suppress(OSError):
+            stack.enter_context(locked(cache_dir() / "numba", wait=True))
+    return stack
+
+
 @dataclass(frozen=True)
 class Format:
     """A registered format: its spec and the array functions on it."""
@@ -112,7 +130,7 @@ class Format:
         with np.errstate(over="ignore"):
             blocks = np.ascontiguousarray(x, dtype=np.float32).reshape(-1, self.spec.block)
         out = np.empty((blocks.shape[0], self.spec.size), np.uint8)
-        with self._lock:
+        with self._lock, compiling_alone(self._encode):
             self._encode(blocks, out)
         return out.reshape(*x.shape[:-1], row)
 
@@ -124,7 +142,7 @@ class Format:
         data = self._whole_blocks(data)
         blocks = np.ascontiguousarray(data).reshape(-1, self.spec.size)
         out = np.empty((blocks.shape[0], self.spec.block), np.float32)
-        with self._lock:
+        with self._lock, compiling_alone(self._decode):
             self._decode(blocks, out)
         return out.reshape(*data.shape[:-1], data.shape[-1] // self.spec.size * self.spec.block)
 
@@ -147,7 +165,7 @@ class Format:
         scales = np.empty(query.size // Q8_0_BLOCK, np.float32)
         codes = np.empty(query.size, np.int32)
         out = np.empty(data.shape[0], np.float32)
-        with self._lock:
+        with self._lock, compiling_alone(self._dot):
             _encode_q8_0(query, scales, codes)
             self._dot(np.ascontiguousarray(data).reshape(data.shape[0], n_blocks, self.spec.size), scales, codes, out)
         return out
