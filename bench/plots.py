@@ -44,16 +44,19 @@ def _spread_labels(axis, points: list[tuple[float, float, str]], size: float = 7
     taken = []
     at = axis.transData.transform([(x, y) for x, y, _ in points]) if points else []
     dots = [matplotlib.transforms.Bbox.from_bounds(px - 4, py - 4, 8, 8) for px, py in at]
-    right = axis.get_window_extent().x1
+    left, right = axis.get_window_extent().x0, axis.get_window_extent().x1
     for (x, y, name), (px, _) in sorted(zip(points, at), key=lambda p: -p[1][1]):
-        options = [(7, d, "left") for d in (0, 7, -7, 14, -14, 21, -21, 28)] + [(-7, d, "right") for d in (0, 7, -7, 14, -14, 21, -21, 28)]
+        away = (0, 8, -8, 16, -16, 24, -24, 32, -32, 40, -40)
+        options = sorted([(7, d, "left") for d in away] + [(-7, d, "right") for d in away], key=lambda o: (abs(o[1]) > 8, abs(o[1]), o[0] < 0))
         for dx, dy, side in options:
             text = axis.annotate(
                 name, (x, y), xytext=(dx, dy), textcoords="offset points", fontsize=size, ha=side, va="center",
                 arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "#aaaaaa"} if abs(dy) > 7 else None,
             )
-            box = matplotlib.text.Text.get_window_extent(text, renderer).expanded(1.01, 0.95)
-            if box.x1 <= right and not any(box.overlaps(other) for other in (*taken, *dots)):
+            # Of the words alone: an arrow may cross others. Its place is not known before it is asked for.
+            text.update_positions(renderer)
+            box = matplotlib.text.Text.get_window_extent(text, renderer)
+            if left <= box.x0 and box.x1 <= right and not any(box.overlaps(other) for other in (*taken, *dots)):
                 taken.append(box)
                 break
             text.remove()
@@ -95,7 +98,7 @@ def lab_scatter(rows: list[Row], title: str) -> Optional[Figure]:
     settings = list(dict.fromkeys(r.setup["setting"] for r in rows))
     if not settings:
         return None
-    figure, axes = plt.subplots(len(settings), 1, figsize=(9, 5.6 * len(settings)), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(len(settings), 1, figsize=(10, 7 * len(settings)), squeeze=False, layout="constrained")
     for axis, setting in zip(axes[:, 0], settings):
         points = []
         for family, colour in FAMILIES.items():
@@ -176,10 +179,11 @@ def growth(rows: list[Row], title: str) -> Optional[Figure]:
     for axis, kind in zip(axes, ("short prompt", "long prompt")):
         for i, r in enumerate(chosen):
             axis.plot(
-                r.detail["growth_at"], r.detail["growth"][kind], "-o", ms=3, lw=1.2, label=r.method,
+                r.detail["growth_at"], r.detail["growth"][kind], marker="o", ms=3, lw=1.2, label=r.method,
                 color=plt.get_cmap("tab20")(i % 20), ls=("-", "--")[i // 10 % 2],
             )
         axis.set_xscale("log", base=2)
+        axis.set_xticks(chosen[0].detail["growth_at"], [str(n) for n in chosen[0].detail["growth_at"]])
         axis.set_xlabel("tokens in the context")
         axis.set_title(f"{title}: {'a prompt of 64 tokens' if kind == 'short prompt' else 'all but 64 tokens are the prompt'}", fontsize=9)
         axis.grid(True, alpha=0.3)

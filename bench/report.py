@@ -203,6 +203,8 @@ def sections(rows: Sequence[Row]) -> list[Section]:
                  "Bits are what storing would allocate, with scales, orders of channels and everything kept. Where a method keeps the "
                  "prompt, they depend on how much of the context is prompt: the last two columns are at 32,768 tokens with a prompt of "
                  "64 and with all but 64 tokens prompt.",
+                 "The noise floor is what a change without meaning does, the last bit of one stored value in 1,000: llama.cpp rounds "
+                 "activations to 8 bits, which makes small differences larger. Nothing can be told from f16 below it.",
                  f"Recall is the share of {_asked(methods)} stated facts that greedy decoding gives back, with its standard error; "
                  "50 tokens is the share of 50 greedy tokens before the first that is another than the f16 cache's."],
                 [lab_table(methods)],

@@ -42,7 +42,7 @@ def test_every_codec_keeps_shape_and_most_of_the_signal(codec):
     assert back.shape == KEYS.shape and back.dtype == np.float32
     np.testing.assert_array_equal(KEYS, before)
     assert ((back - KEYS) ** 2).sum() < 0.75 * (KEYS**2).sum()
-    np.testing.assert_array_equal(codec.apply(np.zeros((33, 2, 64), np.float32)), 0)
+    np.testing.assert_allclose(codec.apply(np.zeros((33, 2, 64), np.float32)), 0, atol=1e-7)
     assert codec.allocated_bits(140, 2, 64) > codec.allocated_bits(70, 2, 64) > 0
 
 
@@ -203,8 +203,10 @@ def test_keys_are_what_the_model_stores(context):
         stored = context.stored.f16(layer, "k").astype(np.float32)
         wk = context.keys.projected[layer]
         at = context.stored.positions(layer)
-        np.testing.assert_allclose(context.keys.rotated(layer, wk, at), stored, rtol=2e-3, atol=2e-2)
-        np.testing.assert_allclose(context.keys.rotated(layer, stored, at, inverse=True), wk, rtol=2e-3, atol=2e-2)
+        made = context.keys.rotated(layer, wk, at)
+        assert (made.astype(np.float16) != context.stored.f16(layer, "k")).mean() < 0.01
+        np.testing.assert_allclose(made, stored, rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(context.keys.rotated(layer, stored, at, inverse=True), wk, rtol=2e-2, atol=2e-2)
         assert context.keys.normed(layer, wk) is wk
 
 
@@ -275,7 +277,7 @@ def test_states_of_other_models_and_damaged_ones_are_refused(smollm2, context):
     state = states.read(data)
     stream = state.caches[0].only
     fewer = replace(state.caches[0], streams=(replace(stream, k=stream.k[1:], v=stream.v[1:]),))
-    with pytest.raises(LabError, match="the state was refused.*layer count"):
+    with pytest.raises(LabError, match="(?s)the state was refused.*layer count"):
         session.load(states.write(replace(state, caches=(fewer,))))
     # Nothing of a refused state stays: the next one works as before.
     assert contexts.score(session, context, context.stored).kld.max() == 0.0
@@ -302,14 +304,16 @@ def test_recall_asks_what_was_stated():
         assert f"{q.ask.strip()} {q.answer}" in text.splitlines()
 
 
-def test_rows_resume_and_report(smollm2, tmp_path):
+def test_rows_resume_and_report(smollm2, tmp_path, monkeypatch):
     session, geometry, model = smollm2
+    monkeypatch.setattr(experiment, "LISTS", (24,))
+    monkeypatch.setattr(experiment, "ASKED", 3)
     results = Results(tmp_path / "rows.jsonl")
     methods = find_methods("f16; int8; NF4/g64; int2 sorted; ternary; sign; NF4/g64 + anchors f16; int2 sorted + anchors f16, sensitive layers")
     measured = []
     for _ in range(2):
         rows = experiment.measure_methods(
-            session, geometry, model, TEXT, TINY, methods, (0, 1, 2), results, lambda n: None, lambda row: measured.append(row.method)
+            session, geometry, model, TEXT, replace(TINY, name="long prompt"), methods, (0, 1, 2), results, lambda n: None, lambda row: measured.append(row.method)
         )
     assert measured == [m.name for m in methods] == [r.method for r in rows]
     assert rows[0].metrics["kld"].value == 0.0 and rows[1].bits_per_value == 8.25
@@ -328,7 +332,8 @@ def test_rows_resume_and_report(smollm2, tmp_path):
     assert share == sorted(share) and sum(share) < 1
     places = locus.measure_loci(session, geometry, model, TEXT, results, lambda n, of: None, setting=replace(two, name="locus"))
     f16 = {r.setup["locus"]: r.metrics["kld"].value for r in places if r.k == "f16"}
-    assert f16[locus.STORED] == 0.0 and f16[locus.WK] < 1e-4
+    # The way from W_k's output and back costs the last bit of a value now and then, no more.
+    assert f16[locus.STORED] == 0.0 and 0 < f16[locus.WK] < 0.01
     assert {r.setup["locus"] for r in places} == {locus.WK, locus.STORED}
 
     page, text = report.write_report([results.path], tmp_path / "report.html")

@@ -19,8 +19,8 @@ class Check:
     """Second moments of what a codec got and gave: add each layer, then ask for the verdict.
 
     ``gain`` is the factor by which what came back would have to be scaled to fit best: 1 for a codec whose levels
-    are means, between correlation^3 and correlation^-6 for all that were measured. The better the codec, the
-    narrower: int8 with scales 1 % off is caught.
+    are means, between correlation^4 and correlation^-6, and 0.01 more, for all that were measured. The better the
+    codec, the narrower: int8 with scales 2 % off is caught.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Check:
                 "It stored something else: K and V, layers or heads may be swapped, or its tables are wrong.",
             )
         gain = xy / yy
-        low, high = (1 - CENTROID_GAIN, 1 + CENTROID_GAIN) if self.centroid else (correlation**3 - 0.002, correlation**-6 + 0.002)
+        low, high = (1 - CENTROID_GAIN, 1 + CENTROID_GAIN) if self.centroid else (correlation**4 - 0.01, correlation**-6 + 0.01)
         if not low <= gain <= high:
             raise LabError(
                 f"{self.name}: {self.side} fits best if scaled by {gain:.3f}; {low:.3f} to {high:.3f} would be right for its "

@@ -89,6 +89,7 @@ def all_methods() -> tuple[Method, ...]:
     recommended = _pair("kvq3", "kvq2")
     found = [
         Method("f16", "baseline", c.Exact(), c.Exact(), note="the untouched cache: KLD 0"),
+        _both("noise floor", "baseline", c.LastBits(), note="the last bit of 1 value in 1000 flipped"),
         _both("int8", "baseline", c.Int(8), note="the honest baseline"),
         _both("q8_0, Hadamard", "stock", c.Stock("q8_0"), True),
         _both("q5_0, Hadamard", "stock", c.Stock("q5_0"), True),
