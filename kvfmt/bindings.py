@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from .errors import MissingTool
@@ -46,4 +47,7 @@ def open_model(path: str, kv: str = "kvq3/kvq2", protect: int | None = None, **m
     Raises UnknownName for an unknown type, MissingTool without the patched bindings.
     """
     arguments = {**cache_arguments(kv, protect), **more}
-    return patched_bindings().Llama(model_path=str(path), **arguments)
+    bindings = patched_bindings()
+    # One callback serves the whole process. Who set it last (the benchmarks keep the log) must not silence `verbose`.
+    bindings.llama_log_set(bindings._logger.llama_log_callback, ctypes.c_void_p(0))
+    return bindings.Llama(model_path=str(path), **arguments)

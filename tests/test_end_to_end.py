@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 
+import llama_cpp
 import pytest
 
 from kvfmt import perplexity, policy
@@ -103,3 +105,14 @@ def test_bindings_refuse_an_unknown_type(smollm2):
 def test_a_tool_refuses_an_unknown_type_by_name(ggml_libdir, smollm2):
     with pytest.raises(BuildFailed, match="kvq9"):
         perplexity.run(ggml_libdir / "llama-perplexity", ["-m", str(smollm2), "-f", __file__, "-ctk", "kvq9"])
+
+
+def test_the_log_is_heard_whoever_listened_before(smollm2, capfd):
+    """The benchmarks keep the library's log; a model opened after them was silent although verbose."""
+    @llama_cpp.llama_log_callback
+    def deaf(level, text, user_data):
+        pass
+
+    llama_cpp.llama_log_set(deaf, ctypes.c_void_p(0))
+    open_model(smollm2, "kvq3/kvq2", n_ctx=256, verbose=True)
+    assert "kv policy: K kvq3" in capfd.readouterr().err
