@@ -9,11 +9,12 @@ PINS   := $(shell cat requirements.txt pyproject.toml | cksum | tr ' ' -)
 READY  := $(VENV)/.ready-$(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test check clean
+.PHONY: help setup build demo test test-arm check clean
 
 help:
 	@echo "make demo    build llama.cpp with the kvfmt types and show them on a small model"
 	@echo "make test    the tests"
+	@echo "make test-arm the kvq code on 64-bit ARM under qemu (Debian: g++-aarch64-linux-gnu qemu-user)"
 	@echo "make build   only the build"
 	@echo "make check   what is generated equals what is committed"
 	@echo "make clean   remove .venv and build/ (downloads stay in the cache)"
@@ -39,6 +40,9 @@ demo: build
 test: build
 	$(BIN)/kvfmt models fetch
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-arm: build
+	$(BIN)/python -m pytest -q tests/arm/arm_parity.py $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/python -m cpp_patch.generate --check

@@ -461,12 +461,17 @@ def _run(program: Path, x: np.ndarray, tmp_path: Path) -> dict[str, tuple[np.nda
     with (tmp_path / "input.f32").open("rb") as handle:
         done = subprocess.run([str(program)], stdin=handle, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    raw, at, found = np.frombuffer(done.stdout, np.uint8), 0, {}
+    return _split(done.stdout, len(x))
+
+
+def _split(output: bytes, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What the program wrote for n blocks: format -> (uint8 [n, size], float32 [n, 64])."""
+    raw, at, found = np.frombuffer(output, np.uint8), 0, {}
     for fmt in ALL:
         row = fmt.spec.size + 256
-        rows = raw[at : at + len(x) * row].reshape(len(x), row)
+        rows = raw[at : at + n * row].reshape(n, row)
         found[fmt.spec.name] = rows[:, : fmt.spec.size], rows[:, fmt.spec.size :].copy().view(np.float32)
-        at += len(x) * row
+        at += n * row
     assert at == len(raw)
     return found
 

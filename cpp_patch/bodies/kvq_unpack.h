@@ -10,20 +10,21 @@
 
 #if defined(KVQ_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #    define KVQ_AVX512 1
+#    define KVQ_ALL16 ((__mmask16) 0xFFFF) // the plain intrinsics make gcc 12 warn of an uninitialised operand
 #endif
 
 #if defined(KVQ_AVX512)
 
 // Up to 16 levels for a byte shuffle.
 static inline __m512i kvq_shuffle_table512(const int8_t * levels, int n) {
-    return _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8((__mmask16) ((1u << n) - 1), levels));
+    return _mm512_maskz_broadcast_i32x4(KVQ_ALL16, _mm_maskz_loadu_epi8((__mmask16) ((1u << n) - 1), levels));
 }
 
 // Two-bit fields of the crumb layout, one byte each.
 static inline __m512i kvq_crumbs64(const uint8_t * qs) {
-    const __m512i bytes  = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) qs));
+    const __m512i bytes  = _mm512_maskz_broadcast_i32x4(KVQ_ALL16, _mm_loadu_si128((const __m128i *) qs));
     const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
-    return _mm512_and_si512(_mm512_srlv_epi32(bytes, shifts), _mm512_set1_epi8(3));
+    return _mm512_and_si512(_mm512_maskz_srlv_epi32(KVQ_ALL16, bytes, shifts), _mm512_set1_epi8(3));
 }
 
 #endif
@@ -56,7 +57,7 @@ static inline __m256i kvq_spread_bits32(uint32_t bits) {
 static inline void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, int8_t * levels) {
 #if defined(KVQ_AVX512)
     const __m256i packed = _mm256_loadu_si256((const __m256i *) qs);
-    const __m512i both  = _mm512_inserti64x4(_mm512_castsi256_si512(packed), _mm256_srli_epi16(packed, 4), 1);
+    const __m512i both  = _mm512_maskz_inserti64x4(0xFF, _mm512_castsi256_si512(packed), _mm256_srli_epi16(packed, 4), 1);
     const __m512i codes = _mm512_and_si512(both, _mm512_set1_epi8(15));
     _mm512_storeu_si512((void *) levels, _mm512_shuffle_epi8(kvq_shuffle_table512(table, 16), codes));
 #else
