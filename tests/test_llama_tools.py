@@ -189,8 +189,12 @@ class Server:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.load(answer)
 
+    #: The bytes from 0x80 on, as tokens: the server answers with an error where a random model's bytes are no UTF-8.
+    NOT_ASCII = [[token, False] for token in range(random_gguf.N_VOCAB - 128, random_gguf.N_VOCAB)]
+
     def complete(self, prompt: str, n: int = 24, slot: int = -1, cache: bool = False) -> str:
         body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "id_slot": slot, "cache_prompt": cache}
+        body["logit_bias"] = self.NOT_ASCII
         return self.ask("/completion", body)["content"]
 
 
