@@ -14,16 +14,17 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import random_gguf
 from kvfmt import registry
-from kvfmt.build.paths import build_dir
+from kvfmt.build.paths import bin_dir
 from kvfmt.build.pins import get_pin
 
-BIN = Path(os.environ.get("KVFMT_BIN") or build_dir(get_pin().name) / "cmake-cpu" / "bin")
+BIN = bin_dir(get_pin().name)
 NAMES = [fmt.spec.name for fmt in registry.all_formats()]
 TOOLS = ["llama-cli", "llama-completion", "llama-server", "llama-perplexity", "llama-bench", "llama-batched-bench"]
 COMMON = [tool for tool in TOOLS if tool != "llama-bench"]
@@ -129,6 +130,13 @@ def test_a_wholly_protected_cache_writes_the_text_of_f16(model):
     expected = completion(model, "-p", PROMPT, "-n", 48).stdout
     assert completion(model, "-p", PROMPT, "-n", 48, "-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", 2).stdout == expected
     assert completion(model, "-p", PROMPT, "-n", 48, "-ctk", "kvq2", "-ctv", "kvq2", "--kv-protect", 0).stdout != expected
+
+
+def test_no_tool_ends_before_it_has_written_all(model):
+    """The logger's thread was not waited for: on a busy machine texts lost their end, and refusals their reason."""
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda _: completion(model, "-p", PROMPT, "-n", 48).stdout, range(32)))
+    assert len(set(texts)) == 1
 
 
 def test_context_shift_goes_on_and_on(model):
