@@ -102,11 +102,15 @@ class Codebook:
 
     def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(digits, levels) of all 256 patterns: class by class, each in descending order of its digits."""
+        members: dict[tuple[int, ...], list[tuple[int, ...]]] = {digits: [] for digits, _ in self.classes}
+        for pattern in itertools.product(range(self.base - 1, -1, -1), repeat=self.dim):
+            digits = tuple(sorted(pattern, reverse=True))
+            if digits in members:
+                members[digits].append(pattern)
         made = []
         for digits, levels in self.classes:
             level_of = dict(zip(digits, levels))
-            for pattern in sorted(set(itertools.permutations(digits)), reverse=True):
-                made.append((pattern, tuple(level_of[n] for n in pattern)))
+            made += [(pattern, tuple(level_of[n] for n in pattern)) for pattern in members[digits]]
         return made
 
     def tables(self) -> tuple[Table, ...]:
@@ -135,15 +139,15 @@ class Codebook:
         )
 
 
-def make_kernels(book: Codebook):
-    """(encode_block, decode_levels, scratch) of a codebook, for :func:`kvfmt.codec.make_drivers`.
+def make_kernels(book: Codebook, spec_tables: tuple[Table, ...]):
+    """(encode_block, decode_levels, scratch) of a codebook and its tables, for :func:`kvfmt.codec.make_drivers`.
 
     A block is the scale, a row index for each ``dim`` values, and a byte of signs for each group of eight.
     """
     dim, base, shift = book.dim, book.base, book.shift
     parts = GROUP // dim  # rows a group
     n_rows = BLOCK // dim
-    tables = {t.name: np.array(t.values, np.int32).reshape(t.shape) for t in book.tables()}
+    tables = {t.name: np.array(t.values, np.int32).reshape(t.shape) for t in spec_tables}
     classes, digits, norms = tables["classes"], tables["digits"], tables["norms"]
     odd_class = digits.sum(axis=1).astype(np.int32) & 1
     row_of, step, start = tables["row_of"], tables["step"], tables["start"]

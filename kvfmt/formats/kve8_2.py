@@ -41,6 +41,6 @@ SPEC = BlockSpec(
     summary="E8, 16 bits for 8",
 )
 
-encode_block, decode_levels, SCRATCH = _e8.make_kernels(BOOK)
+encode_block, decode_levels, SCRATCH = _e8.make_kernels(BOOK, SPEC.tables)
 
 FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift, SCRATCH))
