@@ -22,7 +22,8 @@ from bench.caches import F16, Cache, parse_caches
 from kvfmt import perplexity, registry
 from kvfmt.build.console import console, progress
 from kvfmt.build.corpus import corpus
-from kvfmt.build.models import fetch_model, load_models
+from kvfmt.build.files import write_whole
+from kvfmt.build.models import chosen_models, fetch_model, load_models
 from kvfmt.build.paths import ROOT, build_dir
 from kvfmt.build.pins import get_pin
 from kvfmt.errors import KvfmtError
@@ -160,7 +161,7 @@ def main(
             name, content = text_of(text)
             chosen = parse_caches(caches, DEFAULT_CACHES)
             results = {**provenance(name, content, n_ctx), "records": []}
-            names = list(load_models()) if models == "all" else models.split(",")
+            names = chosen_models(models)
             if output.exists():
                 before = json.loads(output.read_text())
                 same = all(before.get(k) == results[k] for k in ("text_sha256", "n_ctx", "formats", "pin"))
@@ -168,9 +169,7 @@ def main(
             for model in names:
                 results["records"] += measure(model, chosen, content, n_ctx, chunks, threads)
                 # After each model: what is measured is not lost if a later one is interrupted.
-                partial = output.with_suffix(".partial")
-                partial.write_text(json.dumps(results, indent=1) + "\n")
-                partial.rename(output)
+                write_whole(output, json.dumps(results, indent=1) + "\n")
         results = json.loads(output.read_text())
         plot(results, output.with_suffix(".png"))
         print(markdown(results))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 
 import numpy as np
 
 from kvfmt import registry
-from kvfmt.build.paths import build_dir
+from kvfmt.build.paths import bin_dir
 from kvfmt.build.pins import get_pin
 from kvfmt.errors import MissingTool
 from kvfmt.policy import CacheType
@@ -23,12 +22,6 @@ class CpuTraits(ctypes.Structure):
     _fields_ = [("from_float", FROM_FLOAT)]
 
 
-def library_folder() -> Path:
-    """Where the shared libraries lie: $KVFMT_BIN, or what `kvfmt build` made."""
-    own = os.environ.get("KVFMT_BIN")
-    return Path(own).resolve() if own else build_dir(get_pin().name) / "cmake-cpu" / "bin"
-
-
 class Encoders:
     """from_float of each type: what a cache write calls.
 
@@ -36,7 +29,7 @@ class Encoders:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or library_folder()
+        self.folder = folder or bin_dir(get_pin().name)
         base, cpu = (self.folder / f"libggml-{name}.so" for name in ("base", "cpu"))
         for file in (base, cpu):
             if not file.exists():

@@ -22,6 +22,7 @@ from numba import njit
 from rich import box
 from rich.table import Table
 
+from bench.encode_token import BUDGET_MS, SIDE_VALUES
 from kvfmt import registry
 from kvfmt.build.console import console, progress
 from kvfmt.distortion import gaussian_distortion
@@ -35,10 +36,8 @@ SEED = 20240817
 #: Parity-check polynomials (h0, h1) by memory in bits; the last is the coefficient of D**0.
 UNGERBOECK = {2: (0o5, 0o2), 3: (0o13, 0o4), 4: (0o23, 0o4), 5: (0o45, 0o10), 6: (0o103, 0o24), 7: (0o235, 0o126), 8: (0o515, 0o362)}
 
-#: A 7B-shaped model: 32 layers, 8 KV heads of 128, K and V.
-TOKEN_VALUES = 32 * 8 * 128 * 2
-#: What a decoder at 100 tokens/s would not notice: a fifth of a token's 10 ms.
-BUDGET_MS = 2.0
+#: K and V of one token of the 7B-shaped model.
+TOKEN_VALUES = 2 * SIDE_VALUES
 WORTH_DB = 0.5
 #: An optimistic C encoder: 16-bit costs, 16 to a register, two operations a cycle at 3 GHz.
 SIMD_OPS_PER_NS = 16 * 2 * 3.0

@@ -132,9 +132,9 @@ def distortion(
     """Show how far every format is from the rate-distortion bound, and how fast the Python reference is."""
     from kvfmt import ladder
     from kvfmt.build.console import progress
-    from kvfmt.build.models import load_models
+    from kvfmt.build.models import chosen_models
 
-    names = {"none": [], "all": list(load_models())}.get(models, models.split(","))
+    names = [] if models == "none" else chosen_models(models)
     sources = ladder.known_sources(values)
     if names:
         # kvfmt imports nothing of converters, which builds on it; only this command, which reads a saved cache, calls it.

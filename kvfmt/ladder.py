@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -14,8 +15,9 @@ from rich import box
 from rich.table import Table
 
 from . import registry
+from .build.files import write_whole
 from .codec import Format
-from .distortion import N_VALUES, SEED, rate_distortion_bound
+from .distortion import N_VALUES, SEED, decibel_above_bound
 from .errors import KvfmtError
 
 #: Shannon's lower bound for a Laplacian of unit variance is this much of a Gaussian's 2**(-2 R):
@@ -87,11 +89,6 @@ def relative_mse(fmt: Format, source: Source) -> float:
     return float(np.mean(np.mean(error * error, axis=1) / source.power))
 
 
-def decibel_above(mse: float, bits: float, bound: float) -> float:
-    """Gap of ``mse`` to ``bound`` * 2**(-2 bits) in dB; negative is possible for rows that are not white."""
-    return float(10 * np.log10(mse / (bound * rate_distortion_bound(bits))))
-
-
 def throughput(formats: Iterable[Format], n_values: int = TIMED_VALUES, turns: int = TURNS) -> dict[str, tuple[float, float]]:
     """(encode, decode) in values/s on one core by format name: the median of turns that the formats take one by one."""
     x = np.random.default_rng(SEED).standard_normal(n_values).astype(np.float32)
@@ -125,7 +122,7 @@ def climb(sources: list[Source], update: Callable[[int, int], None] = lambda don
             done += 1
             update(done, len(formats) * len(sources))
         bits = fmt.spec.bits_per_value
-        db = {s.title: decibel_above(mse[s.title], bits, s.bound) for s in sources}
+        db = {s.title: decibel_above_bound(mse[s.title] / s.bound, bits) for s in sources}
         rungs.append(Rung(fmt.spec.name, bits, mse, db, *speed[fmt.spec.name]))
     return rungs
 
@@ -184,7 +181,7 @@ def plot_ladder(rungs: list[Rung], target: Path) -> None:
     right.set_xlim(right=right.get_xlim()[1] * 3)
     right.set_xlabel("million values a second\n(Numba reference, one core)")
     right.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
-    partial = target.with_name(target.name + ".partial")
-    figure.savefig(partial, dpi=110, format=target.suffix.lstrip(".") or "png")
+    image = io.BytesIO()
+    figure.savefig(image, dpi=110, format=target.suffix.lstrip(".") or "png")
     plt.close(figure)
-    partial.replace(target)
+    write_whole(target, image.getvalue())

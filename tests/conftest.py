@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfmt.build.paths import build_dir
+from kvfmt.build.paths import bin_dir, build_dir
 from kvfmt.build.pins import get_pin
 
 PIN = get_pin()
@@ -22,8 +22,7 @@ def _built(path: Path, what: str) -> Path:
 @pytest.fixture(scope="session")
 def ggml_libdir() -> Path:
     """The folder with the programs and shared libraries of one build: $KVFMT_BIN, or what `kvfmt build` made."""
-    own = os.environ.get("KVFMT_BIN")
-    folder = Path(own).resolve() if own else build_dir(PIN.name) / "cmake-cpu" / "bin"
+    folder = bin_dir(PIN.name)
     _built(folder / "libggml-base.so", "the patched ggml")
     return folder
 

@@ -54,6 +54,11 @@ def load_models(file: Path = Path(__file__).with_name("models.toml")) -> dict[st
     return {n: Model(name=n, **{**m, "parts": tuple(Part(**p) for p in m["parts"])}) for n, m in table.items()}
 
 
+def chosen_models(text: str) -> list[str]:
+    """Names in a list separated by commas, or every model's for "all". They need not be known."""
+    return list(load_models()) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
+
+
 def get_model(name: str) -> Model:
     """The model of that name. Raises UnknownName."""
     models = load_models()

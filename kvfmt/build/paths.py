@@ -18,6 +18,12 @@ def build_dir(pin_name: str) -> Path:
     return Path(os.environ.get("KVFMT_BUILD") or ROOT / "build").expanduser().resolve() / pin_name
 
 
+def bin_dir(pin_name: str) -> Path:
+    """The programs and shared libraries of one build: $KVFMT_BIN, or what `kvfmt build` made."""
+    own = os.environ.get("KVFMT_BIN")
+    return Path(own).expanduser().resolve() if own else build_dir(pin_name) / "cmake-cpu" / "bin"
+
+
 def series_dir(pin_name: str) -> Path:
     """The committed patch series of one pin."""
     return ROOT / "cpp_patch" / "out" / pin_name
