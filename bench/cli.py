@@ -5,14 +5,22 @@ Each command's work is in a module of its own, imported when the command runs.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Iterator, Optional
 
 import typer
 
 from bench.lab.cli import register
 from kvfmt.build.paths import ROOT
 from kvfmt.cli import plain_errors
+
+if TYPE_CHECKING:
+    from bench.caches import Cache
+    from bench.engine import Engine
+    from bench.records import Results
+    from bench.subjects import ModelFile
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,6 +36,33 @@ OUTPUT = typer.Option(None, help="JSON lines; rows in it are not measured again;
 THREADS = typer.Option(None, min=1, help="default: all cores")
 GPU_LAYERS = typer.Option(0, min=0, help="layers to compute on the GPU, if the build has one")
 SEED = typer.Option(1, help="of the prompts")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every measurement has: the caches, the model's file and the loaded model, the rows' file."""
+
+    caches: tuple[Cache, ...]
+    subject: ModelFile
+    engine: Engine
+    results: Results
+
+
+@contextmanager
+def run(model: str, caches: Optional[str], output: Optional[Path], threads: Optional[int], gpu_layers: int) -> Iterator[Run]:
+    """Finds the model, loads it, and says in the end where the rows are. What is wrong with the request is said first."""
+    from bench import caches as kinds
+    from bench.engine import Engine
+    from bench.records import Results
+    from bench.subjects import find_model
+    from kvfmt.build.console import console
+
+    chosen = kinds.parse_caches(caches, kinds.default_caches())
+    subject = find_model(model)
+    results = Results(output_file(output, model))
+    with Engine(subject.path, threads, gpu_layers) as engine:
+        yield Run(chosen, subject, engine, results)
+    console.print(f"rows: {results.path}", soft_wrap=True)
 
 
 def output_file(output: Optional[Path], model: str) -> Path:
@@ -49,31 +84,25 @@ def quality(
     gpu_layers: int = GPU_LAYERS,
 ) -> None:
     """KLD, perplexity and most likely tokens on text, against the f16 cache."""
-    from bench import caches as kinds, quality as work, tables
-    from bench.engine import Engine
-    from bench.records import Results
-    from bench.subjects import find_model, find_text
-    from kvfmt.build.console import console, progress
+    from bench import quality as work, tables
+    from bench.subjects import find_text
+    from kvfmt.build.console import progress
 
-    chosen = kinds.parse_caches(caches, kinds.default_caches())
     texts = [find_text(name) for name in text]
     plans = [work.make_plan(n, chunks, score_from) for n in n_ctx]
-    subject = find_model(model)
-    results = Results(output_file(output, model))
     rows = []
-    with Engine(subject.path, threads, gpu_layers) as engine:
+    with run(model, caches, output, threads, gpu_layers) as r:
         # What cannot work is said before hours of work.
         for plan in plans:
-            engine.check_ctx(plan.n_ctx)
+            r.engine.check_ctx(plan.n_ctx)
             for piece in texts:
-                work.chunks_of(engine, piece, plan)
+                work.chunks_of(r.engine, piece, plan)
         for piece in texts:
             for plan in plans:
-                title = f"{subject.name} on {piece.name}, {plan.chunks} x {plan.n_ctx} tokens"
-                with progress(title, plan.chunks * plan.n_ctx * len(chosen)) as update:
-                    rows += work.measure(engine, subject, piece, chosen, plan, results, update, tables.announce)
-    tables.show(tables.quality(rows))
-    console.print(f"rows: {results.path}", soft_wrap=True)
+                title = f"{r.subject.name} on {piece.name}, {plan.chunks} x {plan.n_ctx} tokens"
+                with progress(title, plan.chunks * plan.n_ctx * len(r.caches)) as update:
+                    rows += work.measure(r.engine, r.subject, piece, r.caches, plan, r.results, update, tables.announce)
+        tables.show(tables.quality(rows))
 
 
 @app.command()
@@ -89,25 +118,18 @@ def generate(
     gpu_layers: int = GPU_LAYERS,
 ) -> None:
     """Greedy text: how long it stays the f16 cache's, and whether it falls into loops."""
-    from bench import caches as kinds, generate as work, prompts as known, tables
-    from bench.engine import Engine
-    from bench.records import Results
-    from bench.subjects import find_model
-    from kvfmt.build.console import console, progress
+    from bench import generate as work, prompts as known, tables
+    from kvfmt.build.console import progress
 
-    chosen = kinds.parse_caches(caches, kinds.default_caches())
     wanted = [part.strip() for part in sets.split(",") if part.strip()]
     for name in wanted:
         known.prompts(name, 1, seed)
-    subject = find_model(model)
-    results = Results(output_file(output, model))
     rows = []
-    with Engine(subject.path, threads, gpu_layers) as engine:
+    with run(model, caches, output, threads, gpu_layers) as r:
         for name in wanted:
-            with progress(f"{subject.name}, {prompts} {name} prompts", prompts * (len(chosen) + 1)) as update:
-                rows += work.measure(engine, subject, chosen, name, prompts, seed, results, update, tables.announce)
-    tables.show(tables.generate(rows))
-    console.print(f"rows: {results.path}", soft_wrap=True)
+            with progress(f"{r.subject.name}, {prompts} {name} prompts", prompts * (len(r.caches) + 1)) as update:
+                rows += work.measure(r.engine, r.subject, r.caches, name, prompts, seed, r.results, update, tables.announce)
+        tables.show(tables.generate(rows))
 
 
 @app.command()
@@ -124,24 +146,17 @@ def retrieval(
     gpu_layers: int = GPU_LAYERS,
 ) -> None:
     """Values hidden in a long text: are they found again, and how sure is the model of them?"""
-    from bench import caches as kinds, retrieval as work, tables
-    from bench.engine import Engine
-    from bench.records import Results
-    from bench.subjects import find_model
-    from kvfmt.build.console import console, progress
+    from bench import retrieval as work, tables
+    from kvfmt.build.console import progress
 
-    chosen = kinds.parse_caches(caches, kinds.default_caches())
-    subject = find_model(model)
-    results = Results(output_file(output, model))
     rows = []
-    with Engine(subject.path, threads, gpu_layers) as engine:
+    with run(model, caches, output, threads, gpu_layers) as r:
         for n in length:
-            engine.check_ctx(n)
+            r.engine.check_ctx(n)
         for n in sorted(set(length)):
-            with progress(f"{subject.name}, {documents} documents of {n} tokens", documents * (len(chosen) + 1)) as update:
-                rows += work.measure(engine, subject, chosen, n, documents, keys, seed, results, update, tables.announce)
-    tables.show(tables.retrieval(rows))
-    console.print(f"rows: {results.path}", soft_wrap=True)
+            with progress(f"{r.subject.name}, {documents} documents of {n} tokens", documents * (len(r.caches) + 1)) as update:
+                rows += work.measure(r.engine, r.subject, r.caches, n, documents, keys, seed, r.results, update, tables.announce)
+        tables.show(tables.retrieval(rows))
 
 
 @app.command()
@@ -159,21 +174,16 @@ def speed(
     gpu_layers: int = GPU_LAYERS,
 ) -> None:
     """Decode and prefill beside the f16 cache, by turns; size of the cache; what memory bandwidth allows."""
-    from bench import caches as kinds, speed as work, tables
-    from bench.engine import Engine
-    from bench.records import Results
-    from bench.subjects import find_model
-    from kvfmt.build.console import console, progress
+    from bench import speed as work, tables
+    from kvfmt.build.console import progress
 
-    chosen = kinds.parse_caches(caches, kinds.default_caches())
-    subject = find_model(model)
-    results = Results(output_file(output, model))
-    with Engine(subject.path, threads, gpu_layers) as engine:
-        with progress(f"{subject.name}: speed of {len(chosen)} caches", 1) as update:
-            rows = work.measure(engine, subject, chosen, tuple(depth), rounds, decode, prefill, seed, results, update, tables.announce)
-    tables.show(tables.speed(rows))
-    tables.show(tables.roofline(rows))
-    console.print(f"rows: {results.path}", soft_wrap=True)
+    with run(model, caches, output, threads, gpu_layers) as r:
+        with progress(f"{r.subject.name}: speed of {len(r.caches)} caches", 1) as update:
+            rows = work.measure(
+                r.engine, r.subject, r.caches, tuple(depth), rounds, decode, prefill, seed, r.results, update, tables.announce
+            )
+        tables.show(tables.speed(rows))
+        tables.show(tables.roofline(rows))
 
 
 register(app, MODEL, OUTPUT, THREADS, output_file)

@@ -17,6 +17,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from bench.caches import Cache
+from converters.state import saved
 from kvfmt import perplexity
 from kvfmt.bindings import patched_bindings
 from kvfmt.errors import KvfmtError
@@ -38,7 +39,7 @@ def _log_callback() -> Any:
     return patched_bindings().llama_log_callback(lambda level, text, _: _said.append(text.decode("utf-8", "replace")))
 
 
-def _listen() -> deque[str]:
+def listen() -> deque[str]:
     """From now on the library's log is kept, its last 4,096 pieces, instead of printed."""
     patched_bindings().llama_log_set(_log_callback(), ctypes.c_void_p(0))
     return _said
@@ -60,20 +61,20 @@ class Engine:
         """Raises KvfmtError with the library's words if the file cannot be loaded, MissingTool before `kvfmt build`."""
         self._lib = lib = patched_bindings()
         lib.llama_backend_init()
-        self._log = _listen()
+        self._log = listen()
         self.gpu_layers = gpu_layers
         self.threads = threads or os.cpu_count() or 1
         params = lib.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
         self._log.clear()
-        self._model = lib.llama_model_load_from_file(str(path).encode(), params)
-        if not self._model:
+        self.model = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self.model:
             raise KvfmtError(f"{Path(path).name} could not be loaded:\n{self._complaints()}", "Is it a whole GGUF model, and is there memory for it?")
-        self._vocab = lib.llama_model_get_vocab(self._model)
-        self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
-        self.n_ctx_train: int = lib.llama_model_n_ctx_train(self._model)
-        self.bos: int = lib.llama_vocab_bos(self._vocab)
-        self.add_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
+        self.vocab = lib.llama_model_get_vocab(self.model)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
+        self.n_ctx_train: int = lib.llama_model_n_ctx_train(self.model)
+        self.bos: int = lib.llama_vocab_bos(self.vocab)
+        self.add_bos: bool = lib.llama_vocab_get_add_bos(self.vocab)
 
     def __enter__(self) -> Engine:
         return self
@@ -83,9 +84,9 @@ class Engine:
 
     def close(self) -> None:
         """Frees the model. Its caches must be closed before."""
-        if self._model:
-            self._lib.llama_model_free(self._model)
-            self._model = None
+        if self.model:
+            self._lib.llama_model_free(self.model)
+            self.model = None
 
     def _complaints(self) -> str:
         lines = "".join(self._log).splitlines()
@@ -98,7 +99,7 @@ class Engine:
         room = len(raw) + 8
         while True:
             tokens = (self._lib.llama_token * room)()
-            count = self._lib.llama_tokenize(self._vocab, raw, len(raw), tokens, room, special, parse_special)
+            count = self._lib.llama_tokenize(self.vocab, raw, len(raw), tokens, room, special, parse_special)
             if count >= 0:
                 return np.array(tokens[:count], dtype=np.int32)
             room = -count
@@ -109,13 +110,13 @@ class Engine:
         room = 256
         for token in tokens:
             buffer = ctypes.create_string_buffer(room)
-            size = self._lib.llama_token_to_piece(self._vocab, int(token), buffer, room, 0, False)
+            size = self._lib.llama_token_to_piece(self.vocab, int(token), buffer, room, 0, False)
             pieces += buffer.raw[: max(size, 0)]
         return pieces.decode("utf-8", "replace")
 
     def ends(self, token: int) -> bool:
         """Whether the model ends its text with this token."""
-        return bool(self._lib.llama_vocab_is_eog(self._vocab, int(token)))
+        return bool(self._lib.llama_vocab_is_eog(self.vocab, int(token)))
 
     def check_ctx(self, n_ctx: int) -> None:
         """Raises KvfmtError if the context is longer than the model was trained for."""
@@ -128,23 +129,23 @@ class Engine:
     def _setting(self, name: str) -> int | None:
         """A whole number from the model's file, under its architecture; None if it is not there or a list."""
         buffer = ctypes.create_string_buffer(128)
-        self._lib.llama_model_meta_val_str(self._model, b"general.architecture", buffer, len(buffer))
-        found = self._lib.llama_model_meta_val_str(self._model, buffer.value + b"." + name.encode(), buffer, len(buffer))
+        self._lib.llama_model_meta_val_str(self.model, b"general.architecture", buffer, len(buffer))
+        found = self._lib.llama_model_meta_val_str(self.model, buffer.value + b"." + name.encode(), buffer, len(buffer))
         return int(buffer.value) if found >= 0 and buffer.value.isdigit() else None
 
     def least_bytes(self, cache: Cache, n_ctx: int) -> int:
         """Bytes that this cache takes at least; 0 for a model whose layers are not alike."""
         lib, k_v = self._lib, parse_kv(cache.kv)
-        heads, all_heads = lib.llama_model_n_head_kv(self._model), lib.llama_model_n_head(self._model)
+        heads, all_heads = lib.llama_model_n_head_kv(self.model), lib.llama_model_n_head(self.model)
         if not heads or self._setting("attention.head_count_kv") is None:
             return 0
-        usual = lib.llama_model_n_embd(self._model) // all_heads
+        usual = lib.llama_model_n_embd(self.model) // all_heads
         rows = [heads * (self._setting(f"attention.{side}_length") or usual) for side in ("key", "value")]
-        window = lib.llama_model_n_swa(self._model)
+        window = lib.llama_model_n_swa(self.model)
         cells = min(n_ctx, window) if window else n_ctx
         if any(row % side.block for row, side in zip(rows, k_v)):
             return 0  # refused by the library, in its own words
-        return cache_cost(cells, *rows, lib.llama_model_n_layer(self._model), *k_v, cache.protect).total
+        return cache_cost(cells, *rows, lib.llama_model_n_layer(self.model), *k_v, cache.protect).total
 
     def check_memory(self, cache: Cache, n_ctx: int) -> None:
         """Raises KvfmtError if the cache does not fit into the memory that is free: the system would end the process."""
@@ -181,7 +182,7 @@ class Engine:
         params.swa_full = False
         params.no_perf = True
         self._log.clear()
-        context = lib.llama_init_from_model(self._model, params)
+        context = lib.llama_init_from_model(self.model, params)
         if not context:
             raise KvfmtError(f"llama.cpp refuses the cache {cache.title}:\n{self._complaints()}", "Choose another type or a smaller context.")
         log = "".join(self._log)
@@ -246,14 +247,11 @@ class Session:
 
     def snapshot(self) -> tuple[bytes, int]:
         """What the cache holds, to go back to; exact for every kind of cache."""
-        size = self._lib.llama_state_seq_get_size(self.context, 0)
-        buffer = (ctypes.c_uint8 * size)()
-        written = self._lib.llama_state_seq_get_data(self.context, buffer, size, 0)
-        return bytes(buffer)[:written], self.length
+        return saved(self.context), self.length
 
-    def restore(self, saved: tuple[bytes, int]) -> None:
+    def restore(self, taken: tuple[bytes, int]) -> None:
         """Goes back to a snapshot of this cache. Raises KvfmtError if it is another's."""
-        data, length = saved
+        data, length = taken
         self.clear()
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         if not self._lib.llama_state_seq_set_data(self.context, buffer, len(data), 0):

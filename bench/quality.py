@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,8 +20,9 @@ import numpy as np
 from bench.caches import F16, Cache
 from bench.divergence import Scores, by_position, compare, metrics
 from bench.engine import UBATCH, Engine, Session
-from bench.records import Metric, Provenance, Results, Row, build_id, machine, row_key, spec_hashes
+from bench.records import Metric, Provenance, Results, Row, row_key, spec_hashes
 from bench.subjects import ModelFile, Text
+from kvfmt.build.files import write_whole
 from kvfmt.errors import KvfmtError
 
 #: Caches that are open at a time, beside f16's: what a pass costs in memory is bounded, and f16 runs once a pass.
@@ -126,10 +126,7 @@ class Progress:
         self.done.append(scores)
         buffer = io.BytesIO()
         np.savez(buffer, **{f.name: np.array([[getattr(s, f.name) for s in chunk] for chunk in self.done]) for f in fields(Scores)})
-        partial = self.path.with_suffix(".partial")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(buffer.getvalue())
-        os.replace(partial, self.path)
+        write_whole(self.path, buffer.getvalue())
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -137,7 +134,7 @@ class Progress:
 
 def provenance(model: ModelFile, text: Text, n_ctx: int, kv: str, seed: int = 0) -> Provenance:
     """For any row that is measured in-process."""
-    return Provenance(build_id(), spec_hashes(kv), model.name, model.sha256, text.name, text.sha256, n_ctx, seed, machine())
+    return Provenance.here(spec_hashes(kv), model, text, n_ctx, seed)
 
 
 def row_of(cache: Cache, bits: float, scores: list[Scores], plan: Plan, origin: Provenance) -> Row:

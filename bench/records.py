@@ -13,9 +13,11 @@ import os
 import platform
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Iterable, Iterator, NamedTuple, Optional, Union
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Union
 
+from bench.subjects import ModelFile, Text
 from kvfmt import registry
+from kvfmt.build.files import write_whole
 from kvfmt.errors import KvfmtError, MissingTool
 from kvfmt.policy import parse_kv
 
@@ -50,6 +52,11 @@ class Provenance:
     n_ctx: int
     seed: int
     machine: str
+
+    @classmethod
+    def here(cls, formats: dict[str, str], model: ModelFile, text: Text, n_ctx: int, seed: int) -> Provenance:
+        """Of what the installed build measures on this machine."""
+        return cls(build_id(), formats, model.name, model.sha256, text.name, text.sha256, n_ctx, seed, machine())
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,10 @@ def row_key(
     return json.dumps([kind, method, k, v, protect, asdict(provenance), setup], sort_keys=True, allow_nan=False)
 
 
+#: What a measurement finds: bits per value, metrics, detail.
+Outcome = tuple[float, dict[str, Metric], dict[str, Any]]
+
+
 class Results:
     """A file of rows. Every append replaces the whole file in one step: a reader never sees half a row."""
 
@@ -143,18 +154,36 @@ class Results:
     def of(self, *kinds: str) -> list[Row]:
         return [row for row in self.rows if row.kind in kinds]
 
+    def once(
+        self,
+        kind: str,
+        method: str,
+        k: str,
+        v: str,
+        provenance: Provenance,
+        setup: dict[str, Setting],
+        measure: Callable[[], Outcome],
+        announce: Callable[[Row], None] = lambda row: None,
+    ) -> Row:
+        """The row that is there, or a new one from ``measure()``, appended and announced. Nothing is protected in it."""
+        row = self.find(row_key(kind, method, k, v, 0, provenance, setup))
+        if row is None:
+            bits, metrics, detail = measure()
+            row = Row(kind, method, k, v, 0, bits, provenance, setup, metrics, detail)
+            self.append(row)
+            announce(row)
+        return row
+
     def append(self, rows: Row | Iterable[Row]) -> None:
         """Adds rows; one of the same key takes the place of the old. Several processes may write to one file."""
         added = [rows] if isinstance(rows, Row) else list(rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # for the lock
         with open(self.path.with_name(f".{self.path.name}.lock"), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._load()
             keys = {row.key for row in added}
             self.rows = [row for row in self.rows if row.key not in keys] + added
-            partial = self.path.with_name(f".{self.path.name}.partial")
-            partial.write_text("".join(row.to_json() + "\n" for row in self.rows), "utf-8")
-            os.replace(partial, self.path)
+            write_whole(self.path, "".join(row.to_json() + "\n" for row in self.rows))
 
 
 def build_id() -> str:

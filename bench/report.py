@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Iterable, Optional, Sequence
@@ -12,9 +11,10 @@ from typing import Callable, Iterable, Optional, Sequence
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from bench import plots
+from bench import plots, tables
 from bench.claims import Verdict, judge
 from bench.records import Metric, Results, Row
+from kvfmt.build.files import write_whole
 from kvfmt.errors import KvfmtError
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -58,17 +58,11 @@ def _inline(figure: Figure) -> str:
 
 
 def number(metric: Optional[Metric], digits: int = 4) -> str:
-    if metric is None:
-        return ""
-    error = "" if metric.error is None else f" ± {metric.error:.{digits}f}"
-    return f"{metric.value:.{digits}f}{error}"
+    return "" if metric is None else tables.plain(metric, digits, " ± ")
 
 
 def percent(metric: Optional[Metric]) -> str:
-    if metric is None:
-        return ""
-    error = "" if metric.error is None else f" ± {100 * metric.error:.1f}"
-    return f"{100 * metric.value:.1f}{error} %"
+    return "" if metric is None else tables.percent(metric, " ± ") + " %"
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -211,7 +205,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
             )
             part.add(plots.lab_scatter(methods, model), f"{model}-lab", "methods, KLD against bits")
             part.add(plots.growth(methods, model), f"{model}-growth", "how bits grow with context")
-            wanted = ("int8", "q4_0, Hadamard", "kvq4, Hadamard", "NF4/g64", f"NF4/g64 + window 64", "int2 sorted", "KIVI-like 2-bit", "KIVI-like 2-bit + window 128")
+            wanted = ("int8", "q4_0, Hadamard", "kvq4, Hadamard", "NF4/g64", "NF4/g64 + window 64", "int2 sorted", "KIVI-like 2-bit", "KIVI-like 2-bit + window 128")
             lines = [r for name in wanted for r in methods if r.method == name and r.setup["setting"] == "long prompt"]
             part.add(plots.by_position(lines, f"{model}: KLD by distance from the changed cache", "tokens after its end"), f"{model}-lab-position", "KLD by position")
             found.append(part)
@@ -300,8 +294,5 @@ def write_report(inputs: Sequence[Path], output: Path) -> tuple[Path, Path]:
     found = sections(rows)
     text = output.with_suffix(".md")
     for path, content in ((output, html(rows, found)), (text, markdown(rows, found))):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(content, "utf-8")
-        os.replace(partial, path)
+        write_whole(path, content)
     return output, text

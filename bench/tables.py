@@ -21,15 +21,15 @@ def announce(row: Row) -> None:
     console.print(f"  {row.method}: {row.bits_per_value:.3f} bits/value  {text}")
 
 
-def plain(metric: Metric, digits: int = 4) -> str:
+def plain(metric: Metric, digits: int = 4, sign: str = "±") -> str:
     """"0.0123±0.0004"; without an error, the figure alone."""
-    error = "" if metric.error is None else f"±{metric.error:.{digits}f}"
+    error = "" if metric.error is None else f"{sign}{metric.error:.{digits}f}"
     return f"{metric.value:.{digits}f}{error}"
 
 
-def percent(metric: Metric) -> str:
+def percent(metric: Metric, sign: str = "±") -> str:
     """A share, in percent; the column says so."""
-    return plain(Metric(100 * metric.value, None if metric.error is None else 100 * metric.error), 1)
+    return plain(Metric(100 * metric.value, None if metric.error is None else 100 * metric.error), 1, sign)
 
 
 def show(out: Table) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +13,10 @@ from kvfmt.transform import hadamard, rotation_size
 
 
 def sequence_state(model, tokens: list[int]) -> bytes:
-    """Evaluates tokens in a ``llama_cpp.Llama`` and returns what llama_state_seq_get_data gives of sequence 0.
-
-    Raises KvfmtError if the library saves nothing.
-    """
-    import llama_cpp
-
+    """Evaluates tokens in a ``llama_cpp.Llama`` and returns its saved sequence. Raises StateError."""
     model.reset()
     model.eval(tokens)
-    size = llama_cpp.llama_state_seq_get_size(model.ctx, 0)
-    space = (ctypes.c_uint8 * size)()
-    written = llama_cpp.llama_state_seq_get_data(model.ctx, space, size, 0)
-    if size == 0 or written != size:
-        raise KvfmtError(f"the library saved {written} of {size} bytes of the sequence", "Is there enough memory?")
-    return bytes(space)
+    return state.saved(model.ctx)
 
 
 def head_sizes(metadata: dict[str, str]) -> tuple[int, int]:

@@ -20,6 +20,7 @@ states have other layouts and are refused.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,18 @@ CELL = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
 
 class StateError(KvfmtError):
     """A saved sequence that is damaged, or of another kind than was expected."""
+
+
+def saved(context) -> bytes:
+    """What llama_state_seq_get_data gives of sequence 0 of a ``llama_context``. Raises StateError if that is not all of it."""
+    import llama_cpp
+
+    size = llama_cpp.llama_state_seq_get_size(context, 0)
+    space = (ctypes.c_uint8 * size)()
+    written = llama_cpp.llama_state_seq_get_data(context, space, size, 0)
+    if size == 0 or written != size:
+        raise StateError(f"the library saved {written} of {size} bytes of the sequence", "Is there enough memory?")
+    return bytes(space)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def lattice_rows(spec: BlockSpec) -> np.ndarray:
     gaps = np.where(rng.random((n, BLOCK)) < 0.3, 0, one)
     rows = np.concatenate([one, (one + two) / 2, part, same, gaps])
     rows = rows[np.abs(rows).max(axis=1) > 0]
-    # Times 258 at most 32767: halves and eighths of a level stay integers after normalisation.
+    # A third of the rows so that their largest value normalises to itself, as in tie_rows; all once more at other scales.
     scaled = rows * np.exp2(rng.integers(-20, 8, (len(rows), 1)))
     rows[::3] = np.rint(rows[::3] * (32767 / np.abs(rows[::3]).max(axis=1, keepdims=True)))
     return np.concatenate([rows, scaled]).astype(np.float32)

@@ -18,7 +18,7 @@ from bench import divergence, quality
 from bench.caches import F16, Cache, default_caches, parse_caches
 from bench.cli import app
 from bench.engine import Engine
-from bench.records import Metric, Results
+from bench.records import Metric, Results, build_id
 from bench.subjects import ModelFile, Text, find_model, find_text
 from kvfmt import perplexity, policy, registry
 from kvfmt.errors import KvfmtError, UnknownName
@@ -281,4 +281,4 @@ def test_kvfmt_does_not_import_the_benchmarks():
 
 def test_every_format_is_among_the_default_caches():
     assert {f.spec.name for f in registry.all_formats()} < {c.kv for c in default_caches()}
-    assert PIN.version in quality.build_id()
+    assert PIN.version in build_id()

@@ -20,15 +20,13 @@ def _tables(name: str) -> dict[str, np.ndarray]:
     return {t.name: np.array(t.values, np.int64).reshape(t.shape) for t in registry.get(name).spec.tables}
 
 
-def _codewords(name: str) -> np.ndarray:
-    """Every word of a group in levels, from decoding: int64 [n, 8]. All 65,536 for 2 bits; for 3 bits a row's 16 * 256."""
-    fmt = registry.get(name)
-    n_rows = 64 // BOOKS[name].dim
-    rows = np.arange(256)
+def _words_of_16_bits() -> np.ndarray:
+    """All 65,536 words of kve8_2 in levels, from decoding: int64 [n, 8]."""
+    fmt = registry.get("kve8_2")
     blocks = np.zeros((256 * 256, fmt.spec.size), np.uint8)
     blocks[:, :2] = (0, 0x3C)  # a scale of 1
-    blocks[:, 2 : 2 + 8 // BOOKS[name].dim] = np.repeat(rows, 256)[:, None]
-    blocks[:, 2 + n_rows] = np.tile(rows, 256)
+    blocks[:, fmt.spec.offset("rows")] = np.repeat(np.arange(256), 256)
+    blocks[:, fmt.spec.offset("signs")] = np.tile(np.arange(256), 256)
     return np.rint(fmt.decode(blocks)[:, :8].astype(np.float64) * 2**fmt.spec.level_shift).astype(np.int64)
 
 
@@ -103,7 +101,7 @@ def _brute_errors(y: np.ndarray, name: str) -> np.ndarray:
     tables, book = _tables(name), BOOKS[name]
     odd, magnitude = tables["rows"][:, 0] < 0, tables["rows"] & 127
     if book.dim == 8:
-        words = _codewords(name) * 8
+        words = _words_of_16_bits() * 8
         return np.array([((words - group) ** 2).sum(axis=1).min() for group in y])
     # Rows of four with all signs and both directions, then the best pair of halves that agree on the direction.
     signs = np.array(list(itertools.product([1, -1], repeat=4)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from bench import claims, report
 from bench.lab import codecs as c
 from bench.lab import contexts, experiment, keys, locus, positions, probe, recall
 from bench.lab import policies as p
-from bench.lab.cache import Geometry, Stored
+from bench.lab.cache import Stored
 from bench.lab.methods import GROWTH, Method, all_methods, find_methods, growth
 from bench.lab.score import compare
 from bench.lab.session import LabError, Session

@@ -29,6 +29,11 @@ class Geometry:
     window: Optional[int]
     key_norms: tuple[Optional[np.ndarray], ...]
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """KV heads, head size of K and of V."""
+        return self.kv_heads, self.k_dim, self.v_dim
+
     @classmethod
     def of(cls, model: Path) -> "Geometry":
         """Reads the GGUF. Raises LabError for models whose layers differ in heads."""

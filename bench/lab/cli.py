@@ -73,13 +73,12 @@ def register(app: typer.Typer, model_option, output_option, threads_option, outp
     ) -> None:
         """Every measurement, of a size that fits half an hour for SmolLM2 on two cores; then the report."""
         from bench import cli
-        from kvfmt.build.models import load_models
+        from kvfmt.build.models import chosen_models
         from kvfmt.build.paths import ROOT
 
         folder = folder or ROOT / "bench" / "results"
-        names = list(load_models()) if models == "all" else [name.strip() for name in models.split(",") if name.strip()]
         outputs = []
-        for name in names:
+        for name in chosen_models(models):
             target = folder / output_file(None, name).name
             same = {"model": name, "caches": None, "output": target, "threads": threads, "gpu_layers": 0}
             cli.quality(text=["docs"], n_ctx=[1024], chunks=4, score_from=None, **same)

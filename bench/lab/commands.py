@@ -7,7 +7,7 @@ from typing import Optional
 
 from bench.lab import experiment, locus, positions, probe
 from bench.lab.contexts import SETTINGS, Setting
-from bench.lab.methods import Method, find_methods
+from bench.lab.methods import find_methods
 from bench.records import Results, Row
 from bench.subjects import find_model, find_text
 from kvfmt.build.console import console, progress
@@ -34,11 +34,12 @@ def run_lab(
         sensitive: tuple[int, ...] = ()
         if any("sensitive" in m.kept.name for m in chosen):
             sensitive = probe.ranking(_layers(session, geometry, subject, source, results, "int2 sorted"))
+        recalled = experiment.Recall(session, geometry, sensitive)
         for setting in settings:
             with progress(f"{subject.name}: {len(chosen)} methods, {setting.name}", len(chosen)) as update:
                 rows += experiment.measure_methods(
                     session, geometry, subject, source, setting, chosen, sensitive, results,
-                    lambda n: update(n, len(chosen)), announce,
+                    lambda n: update(n, len(chosen)), announce, recalled,
                 )
         if loci:
             with progress(f"{subject.name}: where keys are quantized", 10) as update:

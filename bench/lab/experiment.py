@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Callable, Iterable, Optional, Sequence
 
 import numpy as np
 
+from bench.divergence import mean
 from bench.lab import contexts as ctxs
 from bench.lab import recall as recalls
 from bench.lab.cache import Geometry, Stored
@@ -15,9 +17,9 @@ from bench.lab.contexts import HORIZON, Context, Setting
 from bench.lab.keys import evaluate, watch_qk
 from bench.lab.methods import GROWTH, Method, growth
 from bench.lab.policies import Layout
-from bench.lab.score import Scores, mean
+from bench.lab.score import Scores
 from bench.lab.session import LabError, Session
-from bench.records import Metric, Provenance, Results, Row, build_id, machine, row_key
+from bench.records import Metric, Outcome, Provenance, Results, Row
 from bench.subjects import ModelFile, Text
 from kvfmt import registry
 
@@ -34,7 +36,7 @@ def origin(model: ModelFile, text: Text, n_ctx: int, *codecs: Codec) -> Provenan
     """Where a row of the lab comes from, with the spec hashes of those codecs that are formats of ours."""
     inner = [c.inner if isinstance(c, Rotated) else c for c in codecs]
     hashes = {c.name: registry.get(c.name).spec.hash for c in inner if isinstance(c, Blocks)}
-    return Provenance(build_id(), hashes, model.name, model.sha256, text.name, text.sha256, n_ctx, SEED, machine())
+    return Provenance.here(hashes, model, text, n_ctx, SEED)
 
 
 def open_session(model: ModelFile, settings: Sequence[Setting], threads: Optional[int] = None) -> tuple[Session, Geometry]:
@@ -77,6 +79,27 @@ def build_recall(session: Session, geometry: Geometry) -> list[RecallContext]:
     return found
 
 
+class Recall:
+    """Retrieval from the stored lists. They are the same for every setting: each method is asked once."""
+
+    def __init__(self, session: Session, geometry: Geometry, sensitive: tuple[int, ...]) -> None:
+        self._session, self._sensitive = session, sensitive
+        self._lists = cache(lambda: build_recall(session, geometry))
+        self._found: dict[str, dict[str, Metric]] = {}
+
+    def __call__(self, method: Method) -> dict[str, Metric]:
+        """``recall`` is the share of answers given, ``answer_nll`` in nats an answer."""
+        if method.name not in self._found:
+            right, nll = [], []
+            for context in self._lists():
+                changed = method.apply(context.stored, replace(context.layout, sensitive=self._sensitive))
+                found = recalls.recall(self._session, changed, context.asked)
+                right.append(found[0])
+                nll.append(found[1])
+            self._found[method.name] = {"recall": mean(np.concatenate(right)), "answer_nll": mean(np.concatenate(nll))}
+        return self._found[method.name]
+
+
 def windows(geometry: Geometry, stored: Stored) -> tuple[Optional[int], ...]:
     """How many tokens each layer holds at most, None for all of them."""
     return tuple(geometry.window if stored.order[i].cache == 1 else None for i in range(geometry.layers))
@@ -111,52 +134,43 @@ def measure_methods(
     results: Results,
     update: Callable[[int], None],
     announce: Announce = lambda row: None,
+    recalled: Optional[Recall] = None,
 ) -> list[Row]:
     """One row a method; those that ``results`` has are not measured again. Rows are appended as they come.
 
-    The contexts are made on the first method that needs them.
+    The contexts are made on the first method that needs them. ``recalled`` serves several settings.
     """
-    contexts: list[Context] = []
-    recall_contexts: list[RecallContext] = []
+    recalled = recalled or Recall(session, geometry, sensitive)
+    built = cache(lambda: build_contexts(session, geometry, text, setting, lambda n: None))
     rows = []
     for number, method in enumerate(methods, 1):
         setup = setup_of(setting, method, sensitive)
         source = origin(model, text, setting.stored, method.k, method.v, method.keeper)
-        row = results.find(row_key("lab", method.name, method.k.name, method.v.name, 0, source, setup))
-        if row is None:
-            if not contexts:
-                contexts = build_contexts(session, geometry, text, setting, lambda n: None)
-                recall_contexts = build_recall(session, geometry)
-            row = _measure(session, geometry, method, contexts, recall_contexts, sensitive, source, setup)
-            results.append(row)
-            announce(row)
-        rows.append(row)
+
+        def measure() -> Outcome:
+            return _measure(session, geometry, method, built(), recalled(method), sensitive)
+
+        rows.append(results.once("lab", method.name, method.k.name, method.v.name, source, setup, measure, announce))
         update(number)
     return rows
 
 
-def _measure(session, geometry, method, contexts, recall_contexts, sensitive, source, setup) -> Row:
-    scores, agreed, right, nll, bits = [], [], [], [], []
-    sizes = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
+def _measure(session, geometry, method, contexts, recalled, sensitive) -> Outcome:
+    scores, agreed, bits = [], [], []
+    sizes = geometry.sizes
     for context in contexts:
         layout = replace(context.layout, sensitive=sensitive)
         changed = method.apply(context.stored, layout)
         scores.append(ctxs.score(session, context, changed))
         agreed.append(ctxs.agreement(session, context, changed))
         bits.append(method.bits(layout, *sizes))
-    for context in recall_contexts:
-        changed = method.apply(context.stored, replace(context.layout, sensitive=sensitive))
-        found = recalls.recall(session, changed, context.asked)
-        right.append(found[0])
-        nll.append(found[1])
     if method.name == "f16" and max(s.kld.max() for s in scores) != 0.0:
         raise LabError("the f16 method is not at KLD 0", "The harness is wrong: report it.")
     layout = replace(contexts[0].layout, sensitive=sensitive)
     metrics = {
         **Scores.joined(scores).metrics(),
         "agreement": mean(np.array(agreed)),
-        "recall": mean(np.concatenate(right)),
-        "answer_nll": mean(np.concatenate(nll)),
+        **recalled,
     }
     detail = {
         "growth_at": list(GROWTH),
@@ -164,7 +178,4 @@ def _measure(session, geometry, method, contexts, recall_contexts, sensitive, so
         "by_position": by_position(scores),
         "note": method.note,
     }
-    return Row(
-        "lab", method.name, method.k.name, method.v.name, 0, float(np.mean(bits)), source, setup,
-        {name: Metric(*m) for name, m in metrics.items()}, detail,
-    )
+    return float(np.mean(bits)), metrics, detail

@@ -6,6 +6,7 @@ sits between: an error before it is rescaled with the key, and a common factor v
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Callable
 
 import numpy as np
@@ -15,10 +16,11 @@ from bench.lab.cache import Geometry, Stored
 from bench.lab.codecs import Codec, Exact, PerChannel, Rotated, Sorted, Stock
 from bench.lab.contexts import Context, Setting
 from bench.lab.experiment import Announce, build_contexts, origin
+from bench.lab.methods import Method
 from bench.lab.probe import to_f16
 from bench.lab.score import Scores
 from bench.lab.session import Session
-from bench.records import Results, Row, row_key
+from bench.records import Outcome, Results, Row
 from bench.subjects import ModelFile, Text
 
 WK, NORMED, STORED = "W_k's output", "before RoPE", "as stored"
@@ -68,23 +70,17 @@ def measure_loci(
 ) -> list[Row]:
     """A row for each codec at each place."""
     source = origin(model, text, setting.stored)
-    contexts: list[Context] = []
+    built = cache(lambda: build_contexts(session, geometry, text, setting, lambda n: None))
     rows, wanted = [], [(codec, locus) for codec in locus_codecs() for locus in loci(geometry)]
     for codec, locus in wanted:
         setup = {**setting.as_setup(), "what": "locus", "locus": locus, "key_norm": len(loci(geometry)) == 3}
         method = f"{codec.name}, {locus}"
-        row = results.find(row_key("lab", method, codec.name, "f16", 0, source, setup))
-        if row is None:
-            contexts = contexts or build_contexts(session, geometry, text, setting, lambda n: None)
-            scores = [ctxs.score(session, context, at_locus(context, codec, locus)) for context in contexts]
-            dims = (geometry.kv_heads, geometry.k_dim)
-            cells = [len(contexts[0].stored.positions(i)) for i in range(geometry.layers)]
-            k_bits = sum(codec.allocated_bits(n, *dims) for n in cells)
-            values = sum(cells) * geometry.kv_heads
-            bits = (k_bits + 16 * values * geometry.v_dim) / (values * (geometry.k_dim + geometry.v_dim))
-            row = Row("lab", method, codec.name, "f16", 0, bits, source, setup, Scores.joined(scores).metrics())
-            results.append(row)
-            announce(row)
-        rows.append(row)
+
+        def measure() -> Outcome:
+            scores = [ctxs.score(session, context, at_locus(context, codec, locus)) for context in built()]
+            bits = Method(method, "", codec, Exact()).bits(built()[0].layout, *geometry.sizes)
+            return bits, Scores.joined(scores).metrics(), {}
+
+        rows.append(results.once("lab", method, codec.name, "f16", source, setup, measure, announce))
         update(len(rows), len(wanted))
     return rows

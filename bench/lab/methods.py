@@ -107,7 +107,7 @@ def all_methods() -> tuple[Method, ...]:
         Method("kvq3/kvq2", "kvfmt", *recommended),
         Method("kvq3/kvq2, ends 2 in f16", "kvfmt", *recommended, kept=p.Ends(2)),
         Method("kvq3/kvq2, first 4 tokens in f16", "kvfmt", *recommended, kept=p.FirstTokens(4)),
-        Method(f"NF4/g64 + anchors f16", "study", nf4, nf4, kept=anchors, note="prompt and first 32 decoded tokens, all layers"),
+        Method("NF4/g64 + anchors f16", "study", nf4, nf4, kept=anchors, note="prompt and first 32 decoded tokens, all layers"),
         Method("NF4/g64 + anchors int8", "study", nf4, nf4, kept=anchors, keeper=c.Int(8)),
         Method("NF4/g64 + anchors f16, layer 0", "study", nf4, nf4, kept=anchors & p.Layers(frozenset({0}))),
         Method(f"NF4/g64 + window {WINDOW}", "study", nf4, nf4, kept=p.Recent(WINDOW), note="last 64 tokens in f16"),

@@ -7,6 +7,7 @@ for comparison. The first tokens, which most heads use as a sink, are a group of
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Callable
 
 import numpy as np
@@ -20,7 +21,7 @@ from bench.lab.keys import attention_received
 from bench.lab.probe import to_f16
 from bench.lab.score import Scores
 from bench.lab.session import Session
-from bench.records import Metric, Results, Row, row_key
+from bench.records import Metric, Outcome, Results, Row
 from bench.subjects import ModelFile, Text
 
 SINK, GROUPS = 4, 4
@@ -78,26 +79,22 @@ def measure_positions(
     """A row for the sink and for each group of each ranking."""
     source = origin(model, text, setting.stored)
     wanted = [("age", 0)] + [(by, group) for by in RANKINGS for group in range(1, GROUPS + 1)]
-    contexts: list[Context] = []
-    attention: list[np.ndarray] = []
+    built = cache(lambda: build_contexts(session, geometry, text, setting, lambda n: None))
+    attention = cache(lambda: [attention_received(session, c.stored, c.follow[:-1]) for c in built()])
     rows = []
     for by, group in wanted:
         setup = {**setting.as_setup(), "what": "positions", "by": by if group else "sink", "group": group, "groups": GROUPS}
         method = f"int2 sorted on {'the first ' + str(SINK) + ' tokens' if group == 0 else f'quarter {group} by {by}'} alone"
-        row = results.find(row_key("probe", method, CODECS["k"].name, CODECS["v"].name, 0, source, setup))
-        if row is None:
-            if not contexts:
-                contexts = build_contexts(session, geometry, text, setting, lambda n: None)
-                attention = [attention_received(session, c.stored, c.follow[:-1]) for c in contexts]
-            row = _measure(session, geometry, contexts, attention, by, group, source, setup, method)
-            results.append(row)
-            announce(row)
-        rows.append(row)
+
+        def measure() -> Outcome:
+            return _measure(session, geometry, built(), attention(), by, group)
+
+        rows.append(results.once("probe", method, CODECS["k"].name, CODECS["v"].name, source, setup, measure, announce))
         update(len(rows), len(wanted))
     return rows
 
 
-def _measure(session, geometry, contexts, attention, by, group, source, setup, method) -> Row:
+def _measure(session, geometry, contexts, attention, by, group) -> Outcome:
     scores, share, error, bits = [], [], [], []
     for context, received in zip(contexts, attention):
         groups = ranks(context, received, by)
@@ -122,4 +119,4 @@ def _measure(session, geometry, contexts, attention, by, group, source, setup, m
         "attention_share": Metric(float(np.mean(share))),
         "relative_error": Metric(float(np.mean(error))),
     }
-    return Row("probe", method, CODECS["k"].name, CODECS["v"].name, 0, float(np.mean(bits)), source, setup, metrics)
+    return float(np.mean(bits)), metrics, {}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cache
 from typing import Callable
 
 from bench.lab import contexts as ctxs
 from bench.lab.cache import Geometry
-from bench.lab.contexts import Context, Setting
-from bench.lab.codecs import F16_MAX, Codec, Rotated, Sorted, Stock
+from bench.lab.codecs import F16_MAX, Codec, Exact, Rotated, Sorted, Stock
+from bench.lab.contexts import Setting
 from bench.lab.experiment import Announce, build_contexts, origin
+from bench.lab.methods import Method
+from bench.lab.policies import Layers
 from bench.lab.score import Scores
 from bench.lab.session import Session
-from bench.records import Results, Row, row_key
+from bench.records import Outcome, Results, Row
 from bench.subjects import ModelFile, Text
 
 import numpy as np
@@ -43,31 +45,26 @@ def measure_layers(
     """Two rows a layer, K and V apart: KLD and logit drift when nothing else is quantized."""
     source = origin(model, text, setting.stored)
     codecs = dict(zip("kv", probe_codecs()[codec]))
-    contexts: list[Context] = []
+    built = cache(lambda: build_contexts(session, geometry, text, setting, lambda n: None))
     rows, total = [], 2 * geometry.layers
     for layer in range(geometry.layers):
         for side in "kv":
             k, v = (codecs[s].name if s == side else "f16" for s in "kv")
             setup = {**setting.as_setup(), "what": "layer", "layer": layer, "layers": geometry.layers, "side": side}
             method = f"{codec}, {side.upper()} of layer {layer} alone"
-            row = results.find(row_key("probe", method, k, v, 0, source, setup))
-            if row is None:
-                contexts = contexts or build_contexts(session, geometry, text, setting, lambda n: None)
-                scores, bits = [], 0.0
-                for context in contexts:
+
+            def measure() -> Outcome:
+                scores = []
+                for context in built():
                     changed = context.stored.changed(
                         lambda at, s, x: to_f16(codecs[side].apply(x.astype(np.float32))) if (at, s) == (layer, side) else None
                     )
                     scores.append(ctxs.score(session, context, changed))
-                dims = {"k": geometry.k_dim, "v": geometry.v_dim}
-                cells = [len(contexts[0].stored.positions(i)) for i in range(geometry.layers)]
-                stored = 16 * sum(cells) * sum(dims.values())
-                one = 16 * cells[layer] * dims[side]
-                bits = (stored - one + codecs[side].allocated_bits(cells[layer], 1, dims[side])) / (stored / 16)
-                row = Row("probe", method, k, v, 0, bits, source, setup, Scores.joined(scores).metrics())
-                results.append(row)
-                announce(row)
-            rows.append(row)
+                used = [codecs[s] if s == side else Exact() for s in "kv"]
+                bits = Method(method, "", *used, kept=~Layers(frozenset({layer}))).bits(built()[0].layout, *geometry.sizes)
+                return bits, Scores.joined(scores).metrics(), {}
+
+            rows.append(results.once("probe", method, k, v, source, setup, measure, announce))
             update(len(rows), total)
     return rows
 

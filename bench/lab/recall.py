@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.lab.cache import Stored
+from bench.lab.score import log_softmax
 from bench.lab.session import Session
 
 THINGS = (
@@ -54,7 +55,5 @@ def recall(session: Session, stored: Stored, found: list[Question]) -> tuple[np.
         logits = session.decode(whole[:-1])[len(ask) - 1 :].astype(np.float64)
         answer = np.array(whole[len(ask) :])
         right.append(float((logits.argmax(axis=1) == answer).all()))
-        top = logits.max(axis=1, keepdims=True)
-        log_sum = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1))
-        nll.append(float((log_sum - logits[np.arange(len(answer)), answer]).sum()))
+        nll.append(float(-log_softmax(logits)[np.arange(len(answer)), answer].sum()))
     return np.array(right), np.array(nll)

@@ -7,6 +7,7 @@ from typing import Sequence
 
 import numpy as np
 
+from bench.divergence import mean
 from bench.records import Metric
 
 #: Rows at a time: float64 of a large vocabulary is 2 MB a row.
@@ -47,18 +48,12 @@ class Scores:
         }
 
 
-def mean(values: np.ndarray) -> Metric:
-    """The mean and its standard error; no error for a single value."""
-    values = np.asarray(values, np.float64)
-    return Metric(float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None)
-
-
 def compare(f16: np.ndarray, other: np.ndarray, tokens: Sequence[int]) -> Scores:
     """Logits float32 [tokens, vocabulary] after each of ``tokens``, of the untouched and of the changed cache."""
     kld, same, drift, nll, nll_f16 = [], [], [], [], []
     for start in range(0, len(f16), ROWS):
         a, b = (x[start : start + ROWS].astype(np.float64) for x in (f16, other))
-        p, q = _log_softmax(a), _log_softmax(b)
+        p, q = log_softmax(a), log_softmax(b)
         kld.append((np.exp(p) * (p - q)).sum(axis=1))
         same.append(a.argmax(axis=1) == b.argmax(axis=1))
         change = b - a
@@ -70,6 +65,7 @@ def compare(f16: np.ndarray, other: np.ndarray, tokens: Sequence[int]) -> Scores
     return Scores(*(np.concatenate(x).astype(np.float64) for x in (kld, same, drift, nll, nll_f16)))
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Log probabilities of float64 [rows, vocabulary]."""
     x = x - x.max(axis=1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=1, keepdims=True))

@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Callable, Optional, Sequence
 
 import numpy as np
 
-from kvfmt.errors import KvfmtError, MissingTool
-
-#: Tokens of one forward pass. The shape of the work decides the last bits of a float: it is the same for all.
-UBATCH = 512
+from bench.engine import UBATCH, Engine, listen
+from converters.state import saved
+from kvfmt.bindings import patched_bindings
+from kvfmt.errors import KvfmtError
 
 
 class LabError(KvfmtError):
     """The model or the state cannot serve the experiment."""
-
-
-def bindings():
-    """``llama_cpp``, silenced but for what is asked of it. Raises MissingTool."""
-    try:
-        import llama_cpp
-    except ImportError:
-        raise MissingTool("llama-cpp-python is not installed", "Run: kvfmt build") from None
-    return llama_cpp
-
-
-class _Log:
-    """What the library says. There is one, for ever: the library keeps a pointer to its callback."""
-
-    lines: list[str] = []
-    callback = None
-
-    @classmethod
-    def listen(cls) -> None:
-        llama = bindings()
-        if cls.callback is None:
-            cls.callback = llama.llama_log_callback(lambda level, text, data: cls.lines.append(text.decode("utf-8", "replace")))
-        cls.lines.clear()
-        llama.llama_log_set(cls.callback, ctypes.c_void_p(0))
-
-    @classmethod
-    def tail(cls) -> str:
-        return "".join(cls.lines[-6:]).strip()
 
 
 class Watch:
@@ -55,7 +26,7 @@ class Watch:
     """
 
     def __init__(self, wanted: Callable[[str], bool]) -> None:
-        llama = bindings()
+        llama = patched_bindings()
         lib = ctypes.CDLL(str(next(Path(llama.__file__).parent.glob("lib/libggml-base*.so"))))
         self._name, self._bytes, self._get = lib.ggml_get_name, lib.ggml_nbytes, lib.ggml_backend_tensor_get
         self._name.restype, self._name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
@@ -106,6 +77,11 @@ class Watch:
         return data.reshape(tokens, -1)
 
 
+def _last_words() -> str:
+    """What the library said last."""
+    return "".join(list(listen())[-6:]).strip()
+
+
 class Session:
     """One model, one f16 context of ``n_ctx`` tokens, flash attention on or off.
 
@@ -113,25 +89,23 @@ class Session:
     """
 
     def __init__(self, model: Path, n_ctx: int, threads: int = 0, flash: bool = True, watch: Optional[Watch] = None) -> None:
-        llama = self.llama = bindings()
-        _Log.listen()
-        llama.llama_backend_init()
-        self.ctx = self.model = None
+        llama = self.llama = patched_bindings()
+        self.ctx = None
         self.path, self.n_ctx, self.watch = Path(model), n_ctx, watch
         if not self.path.is_file():
             raise LabError(f"no model at {model}", "Fetch one: kvfmt models fetch")
-        wanted = llama.llama_model_default_params()
-        wanted.n_gpu_layers = 0
-        self.model = llama.llama_model_load_from_file(str(model).encode(), wanted)
-        if not self.model:
-            raise LabError(f"{self.path.name} does not load: {_Log.tail()}", "It is damaged, or this llama.cpp does not know the model.")
-        trained = llama.llama_model_n_ctx_train(self.model)
-        if n_ctx > trained:
+        try:
+            self.engine = Engine(self.path, threads or None)
+        except KvfmtError as error:
+            raise LabError(error.message, error.hint) from None
+        self.model = self.engine.model
+        if n_ctx > self.engine.n_ctx_train:
             self.close()
-            raise LabError(f"{n_ctx} tokens are more than the {trained} that {self.path.name} was trained for", "Ask for fewer.")
+            raise LabError(f"{n_ctx} tokens are more than the {self.engine.n_ctx_train} that {self.path.name} was trained for", "Ask for fewer.")
         params = llama.llama_context_default_params()
+        # The shape of the work decides the last bits of a float: it is the same for all.
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, UBATCH, UBATCH
-        params.n_threads = params.n_threads_batch = threads or os.cpu_count() or 1
+        params.n_threads = params.n_threads_batch = self.engine.threads
         params.type_k = params.type_v = llama.GGML_TYPE_F16
         params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         # Sliding-window layers hold what they hold in use, not the whole context.
@@ -140,20 +114,17 @@ class Session:
             params.cb_eval = watch.callback
         self.ctx = llama.llama_init_from_model(self.model, params)
         if not self.ctx:
-            words = _Log.tail()
+            words = _last_words()
             self.close()
             raise LabError(f"no context of {n_ctx} tokens for {self.path.name}: {words}", "Ask for fewer tokens.")
-        self._vocab = llama.llama_model_get_vocab(self.model)
         self._memory = llama.llama_get_memory(self.ctx)
-        self.n_vocab = llama.llama_vocab_n_tokens(self._vocab)
         self.n_past = 0
 
     def close(self) -> None:
         if self.ctx:
             self.llama.llama_free(self.ctx)
-        if self.model:
-            self.llama.llama_model_free(self.model)
-        self.ctx = self.model = None
+        self.ctx = None
+        self.engine.close()
 
     def __enter__(self) -> "Session":
         return self
@@ -163,19 +134,7 @@ class Session:
 
     def tokenize(self, text: str, begin: bool = True) -> list[int]:
         """Tokens of a text; with ``begin`` those that the model wants at the beginning are added."""
-        data = text.encode()
-        space = (self.llama.llama_token * (len(data) + 8))()
-        n = self.llama.llama_tokenize(self._vocab, data, len(data), space, len(space), begin, False)
-        return list(space[:n])
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
-        out = b""
-        for token in tokens:
-            space = ctypes.create_string_buffer(256)
-            n = self.llama.llama_token_to_piece(self._vocab, token, space, len(space), 0, False)
-            out += space.raw[: max(0, n)]
-        return out.decode("utf-8", "replace")
+        return self.engine.tokenize(text, special=begin).tolist()
 
     def decode(self, tokens: Sequence[int], logits: str = "all") -> np.ndarray:
         """Appends tokens. Returns float32 [tokens, vocabulary], or [1, vocabulary] if ``logits`` is "last".
@@ -204,14 +163,14 @@ class Session:
                 self.watch.begin_pass()
             status = llama.llama_decode(self.ctx, batch)
             if status != 0:
-                raise LabError(f"llama_decode failed with {status}: {_Log.tail()}", "The context may be too small.")
+                raise LabError(f"llama_decode failed with {status}: {_last_words()}", "The context may be too small.")
         finally:
             llama.llama_batch_free(batch)
         self.n_past += len(tokens)
         n = len(tokens) if every else int(last_part)
         if not n:
             return None
-        return np.ctypeslib.as_array(llama.llama_get_logits(self.ctx), shape=(n, self.n_vocab)).copy()
+        return np.ctypeslib.as_array(llama.llama_get_logits(self.ctx), shape=(n, self.engine.n_vocab)).copy()
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -219,24 +178,19 @@ class Session:
         self.n_past = 0
 
     def save(self) -> bytes:
-        """The sequence's state. Raises LabError if there is none."""
-        size = self.llama.llama_state_seq_get_size(self.ctx, 0)
-        space = (ctypes.c_uint8 * size)()
-        n = self.llama.llama_state_seq_get_data(self.ctx, space, size, 0)
-        if n == 0 or n != size:
-            raise LabError(f"the state was not saved: {n} of {size} bytes: {_Log.tail()}", "Report it.")
-        return bytes(space)
+        """The sequence's state. Raises StateError if there is none."""
+        return saved(self.ctx)
 
     def load(self, state: bytes) -> None:
         """Replaces what the context holds. Raises LabError, with the library's words, if it refuses the state."""
         self.clear()
-        _Log.listen()
+        listen().clear()
         space = (ctypes.c_uint8 * max(1, len(state))).from_buffer_copy(state or b"\0")
         n = self.llama.llama_state_seq_set_data(self.ctx, space, len(state), 0)
         if n != len(state) or n == 0:
             self.clear()
             raise LabError(
-                f"the state was refused ({n} of {len(state)} bytes read): {_Log.tail()}",
+                f"the state was refused ({n} of {len(state)} bytes read): {_last_words()}",
                 f"It has to come from {self.path.name} with an f16 cache and the same flash attention setting.",
             )
         self.n_past = self.llama.llama_memory_seq_pos_max(self._memory, 0) + 1
