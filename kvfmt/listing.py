@@ -11,7 +11,7 @@ from .distortion import decibel_above_bound, gaussian_distortion
 
 def format_table() -> Table:
     """One row a format: what it stores, what it costs, and its error on a unit Gaussian."""
-    table = Table(title="kvfmt block formats: one f16 scale per block", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="kvfmt block formats: one f16 scale per block", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
     table.add_column("name", no_wrap=True)
     table.add_column("for", no_wrap=True)
     table.add_column("codes", min_width=8)

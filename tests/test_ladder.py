@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import gguf
 import numpy as np
 import pytest
 import random_gguf
+from rich.console import Console
 from scipy.linalg import hadamard as scipy_hadamard
 from typer.testing import CliRunner
 
@@ -16,6 +19,7 @@ from kvfmt.build.corpus import corpus
 from kvfmt.build.models import fetch_model
 from kvfmt.cli import app
 from kvfmt.errors import KvfmtError
+from kvfmt.listing import format_table
 from kvfmt.transform import hadamard, rotation_size
 
 TOKENS = 24
@@ -146,3 +150,12 @@ def test_the_command_prints_every_format_and_writes_the_plot(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [plot]
     refused = CliRunner().invoke(app, ["distortion", "--values", "640", "--models", "gpt9"])
     assert refused.exit_code == 1 and "unknown model 'gpt9'" in refused.output
+
+
+def test_the_list_of_formats_fits_a_terminal():
+    """A longer name cut the hashes and "Lloyd-Max" off at 80 columns."""
+    console = Console(width=80, file=io.StringIO())
+    console.print(format_table())
+    shown = console.file.getvalue()
+    assert "…" not in shown and "Lloyd-Max" in shown
+    assert all(fmt.spec.hash[:8] in shown for fmt in registry.all_formats())
