@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 from .errors import MissingTool
 from .policy import parse_kv
 
+DEFAULT_KV = "kvq3/kvq2"
 
-def cache_arguments(kv: str, protect: int | None = None) -> dict[str, Any]:
+
+def profile_chooses_types(profile: str | os.PathLike) -> bool:
+    """Whether the calibration profile says which cache type each layer has. Raises KvfmtError if it is no GGUF file."""
+    from gguf import GGUFReader
+
+    from .errors import KvfmtError
+
+    try:
+        return GGUFReader(profile).get_field("kvfmt.profile.types_k") is not None
+    except (OSError, ValueError) as error:
+        raise KvfmtError(f"profile {profile}: {error}", "`kvfmt calibrate` makes one.") from None
+
+
+def cache_arguments(
+    kv: str | None = None, protect: int | None = None, profile: str | os.PathLike | None = None
+) -> dict[str, Any]:
     """Keyword arguments of ``llama_cpp.Llama`` for ``kv`` such as "kvq3/kvq2".
 
-    ``protect`` layers at each end stay f16; None leaves the choice to the library.
-    Raises UnknownName for a type that no cache can have.
+    ``protect`` layers at each end stay f16; None leaves the choice to the library. ``profile`` is the path of a
+    calibration profile; if it chooses the types, ``kv`` must be None. Without ``kv`` and such a profile the types are
+    those of ``DEFAULT_KV``.
+    Raises UnknownName for a type that no cache can have, KvfmtError for a profile that cannot be read.
     """
-    k, v = parse_kv(kv)
-    arguments: dict[str, Any] = {"type_k": k.type_id, "type_v": v.type_id}
-    if k.is_quantized or v.is_quantized:
+    arguments: dict[str, Any] = {}
+    if profile is not None:
+        arguments["kv_profile"] = os.fspath(profile)
+    if kv is None and profile is not None and profile_chooses_types(profile):
         arguments["flash_attn"] = True
+    else:
+        k, v = parse_kv(kv or DEFAULT_KV)
+        arguments |= {"type_k": k.type_id, "type_v": v.type_id}
+        if k.is_quantized or v.is_quantized:
+            arguments["flash_attn"] = True
     if protect is not None:
         arguments["kv_protect"] = protect
     return arguments
@@ -41,12 +66,18 @@ def patched_bindings() -> Any:
     return llama_cpp
 
 
-def open_model(path: str, kv: str = "kvq3/kvq2", protect: int | None = None, **more: Any):
-    """``llama_cpp.Llama`` with a cache of those types. ``more`` goes to Llama.
+def open_model(
+    path: str,
+    kv: str | None = None,
+    protect: int | None = None,
+    profile: str | os.PathLike | None = None,
+    **more: Any,
+):
+    """``llama_cpp.Llama`` with a cache of those types, see ``cache_arguments``. ``more`` goes to Llama.
 
-    Raises UnknownName for an unknown type, MissingTool without the patched bindings.
+    Raises UnknownName for an unknown type, MissingTool without the patched bindings, ValueError if the library refuses.
     """
-    arguments = {**cache_arguments(kv, protect), **more}
+    arguments = {**cache_arguments(kv, protect, profile), **more}
     bindings = patched_bindings()
     # One callback serves the whole process. Who set it last (the benchmarks keep the log) must not silence `verbose`.
     bindings.llama_log_set(bindings._logger.llama_log_callback, ctypes.c_void_p(0))

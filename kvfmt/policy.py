@@ -5,6 +5,7 @@ Mirrors what the patched llama.cpp does (``src/llama-kv-policy.cpp``); a test co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -24,6 +25,7 @@ class CacheType:
     type_id: int
     block: int
     size: int
+    needs_profile: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -53,7 +55,7 @@ def cache_type(name: str) -> CacheType:
     if name not in known_types():
         raise UnknownName(f"unknown cache type '{name}'", "Known: " + ", ".join(known_types()))
     spec = registry.get(name).spec
-    return CacheType(name, spec.type_id, spec.block, spec.size)
+    return CacheType(name, spec.type_id, spec.block, spec.size, spec.needs_profile)
 
 
 def parse_kv(kv: str) -> tuple[CacheType, CacheType]:
@@ -69,32 +71,101 @@ def protected_layers(n_owners: int, protect: int) -> tuple[int, ...]:
     return tuple(i for i in range(n_owners) if i < protect or i >= n_owners - protect)
 
 
+#: What "auto" protects at each end, see LLAMA_KV_PROTECT_DEFAULT.
+DEFAULT_PROTECT = 2
+
+
+def auto_protect(n_owners: int, k: CacheType, v: CacheType, profile: bool = False) -> int:
+    """How many layers at each end stay f16 if nobody says: some under our types, none under a calibration profile."""
+    ours = {fmt.spec.name for fmt in registry.all_formats()}
+    if profile or not {k.name, v.name} & ours:
+        return 0
+    return min(DEFAULT_PROTECT, n_owners // 8)
+
+
+def layout_fault(chosen: CacheType, layout: str | None) -> str | None:
+    """Why a layer whose profile has this layout cannot store the type; None if it can.
+
+    ``layout`` is "" for a layer without a map, "flat" for a map that any type can use, else the only type that its order
+    of channels suits; None without a profile.
+    """
+    if not chosen.is_quantized:
+        return None
+    if layout is None:
+        return f"cache type {chosen.name} needs a calibration profile" if chosen.needs_profile else None
+    if layout != chosen.name and (chosen.needs_profile or layout not in ("", "flat")):
+        return f"cache type {chosen.name} does not suit the profile's layout '{layout}'"
+    return None
+
+
+def layer_types(
+    n_owners: int,
+    k: CacheType,
+    v: CacheType,
+    protect: int | None = None,
+    chosen: Sequence[tuple[CacheType, CacheType]] | None = None,
+    profile: bool = False,
+) -> list[tuple[CacheType, CacheType]]:
+    """The types of K and V in each layer that owns KV.
+
+    ``protect`` None means auto. ``chosen`` are the types of a profile that says so, one pair a layer: then ``k`` and ``v``
+    must be f16 and nothing else protected. Raises KvfmtError where llama.cpp refuses.
+    """
+    if chosen is not None:
+        if (k.name, v.name) != ("f16", "f16") or (protect or 0) > 0:
+            raise KvfmtError(
+                f"the profile chooses the cache types, {k.name}/{v.name} and protect={protect} were asked for as well",
+                "Leave the types at f16 and protect at 0.",
+            )
+        if len(chosen) != n_owners:
+            raise KvfmtError(f"types for {len(chosen)} layers, the model has {n_owners} that own KV", "Give one pair a layer.")
+        return list(chosen)
+    n_kept = auto_protect(n_owners, k, v, profile) if protect is None else protect
+    kept = protected_layers(n_owners, n_kept)
+    f16 = cache_type("f16")
+
+    def side(asked: CacheType, i: int) -> CacheType:
+        return f16 if asked.is_quantized and i in kept else asked
+
+    return [(side(k, i), side(v, i)) for i in range(n_owners)]
+
+
 @dataclass(frozen=True)
 class CacheCost:
-    """Allocated bytes of each side, and the values they hold."""
+    """Allocated bytes of each side, the values they hold, and the bytes of the profile's maps in use."""
 
     k_bytes: int
     v_bytes: int
     k_values: int
     v_values: int
+    sidecar: int = 0
 
     @property
     def total(self) -> int:
-        return self.k_bytes + self.v_bytes
+        return self.k_bytes + self.v_bytes + self.sidecar
 
     @property
     def bits_per_value(self) -> float:
         return 8 * self.total / (self.k_values + self.v_values)
 
 
+def layers_cost(
+    cells: int, rows: Sequence[tuple[int, int]], types: Sequence[tuple[CacheType, CacheType]], sidecar: int = 0
+) -> CacheCost:
+    """Bytes of a cache of ``cells`` tokens, of rows of K and V values and their types, one pair a layer.
+
+    Raises KvfmtError if a block does not divide a row.
+    """
+    pairs = list(zip(rows, types, strict=True))
+    return CacheCost(
+        cells * sum(k.row_bytes(row) for (row, _), (k, _) in pairs),
+        cells * sum(v.row_bytes(row) for (_, row), (_, v) in pairs),
+        cells * sum(row for row, _ in rows),
+        cells * sum(row for _, row in rows),
+        sidecar,
+    )
+
+
 def cache_cost(cells: int, k_row: int, v_row: int, n_owners: int, k: CacheType, v: CacheType, protect: int) -> CacheCost:
     """Bytes of a cache of ``cells`` tokens: rows of ``k_row`` and ``v_row`` values in ``n_owners`` layers."""
-    kept = len(protected_layers(n_owners, protect))
-    f16 = cache_type("f16")
-
-    def side(chosen: CacheType, row: int) -> int:
-        n_kept = kept if chosen.is_quantized else 0
-        return cells * (n_kept * f16.row_bytes(row) + (n_owners - n_kept) * chosen.row_bytes(row))
-
-    values = cells * n_owners
-    return CacheCost(side(k, k_row), side(v, v_row), values * k_row, values * v_row)
+    return layers_cost(cells, [(k_row, v_row)] * n_owners, layer_types(n_owners, k, v, protect))

@@ -79,6 +79,8 @@ class BlockSpec:
     rounding: tuple[str, ...]
     roles: tuple[str, ...]
     summary: str
+    #: The block treats its values unequally, so only a profile that orders the channels for it can use it.
+    needs_profile: bool = False
 
     def __post_init__(self) -> None:
         if not PRIVATE_ID_BASE <= self.type_id < PRIVATE_ID_END:
@@ -124,6 +126,8 @@ class BlockSpec:
         record = dataclasses.asdict(self)
         for key in ("summary", "roles"):
             del record[key]
+        if not self.needs_profile:  # formats from before there was the flag keep their hash
+            del record["needs_profile"]
         for part in (*record["fields"], *record["tables"]):
             del part["meaning"]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))

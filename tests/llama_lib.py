@@ -56,6 +56,7 @@ class Context:
         n_seq: int = 1,
         n_batch: int = 256,
         threads: int = 1,
+        profile: Path | None = None,
     ):
         llama_cpp.llama_log_set(_collect, ctypes.c_void_p(0))
         _lines.clear()
@@ -78,6 +79,7 @@ class Context:
                 type_k=type_k,
                 type_v=type_v,
                 kv_protect=protect,
+                kv_profile=None if profile is None else str(profile).encode(),
                 flash_attn_type=FLASH[flash],
             ),
         )

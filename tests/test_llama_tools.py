@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import random_gguf
 from kvfmt import registry
+from random_profile import random_profile
 from kvfmt.build.paths import bin_dir
 from kvfmt.build.pins import get_pin
 
@@ -67,6 +68,11 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def profile(model):
+    return random_profile(model).write(model.with_name("profile.gguf"))
+
+
 def job(tool: str, model: Path, text: Path) -> list:
     """The shortest run of a tool that makes a context."""
     shared = ["-m", model, "-t", 1, "-c", 256]
@@ -92,10 +98,13 @@ def test_help_names_types_and_protection(tool):
     for name in NAMES:
         assert name in text
     assert "--kv-protect" in text
+    assert "--kv-profile" in text
 
 
 def test_help_of_bench():
-    assert "-kvp, --kv-protect" in run("llama-bench", "--help").stdout
+    text = run("llama-bench", "--help").stdout
+    assert "-kvp, --kv-protect" in text
+    assert "-kvf, --kv-profile" in text
 
 
 @pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "llama-server"])
@@ -130,6 +139,27 @@ def test_a_wholly_protected_cache_writes_the_text_of_f16(model):
     expected = completion(model, "-p", PROMPT, "-n", 48).stdout
     assert completion(model, "-p", PROMPT, "-n", 48, "-ctk", "kvq3", "-ctv", "kvq2", "--kv-protect", 2).stdout == expected
     assert completion(model, "-p", PROMPT, "-n", 48, "-ctk", "kvq2", "-ctv", "kvq2", "--kv-protect", 0).stdout != expected
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "llama-server"])
+def test_every_tool_takes_a_profile(tool, model, text, profile):
+    shared = [*job(tool, model, text), "-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on"]
+    assert run(tool, *shared, "--kv-profile", profile).returncode == 0
+    assert run(tool, *shared, "--kv-profile", text, timeout=120).returncode != 0
+
+
+def test_profile_from_the_environment(model, profile):
+    done = completion(model, "-p", "abc", "-n", 2, "-ctk", "q8_0", environment={"LLAMA_ARG_KV_PROFILE": str(profile)})
+    assert "kv profile: random" in done.stderr + done.stdout
+
+
+def test_a_bad_profile_is_named(model, text):
+    def attempt():
+        done = completion(model, "-p", "abc", "-n", 2, "-ctk", "q8_0", "--kv-profile", text)
+        assert done.returncode != 0
+        return f"KV profile {text}: cannot be read as a GGUF file" in done.stderr + done.stdout
+
+    assert attempt()
 
 
 def test_no_tool_ends_before_it_has_written_all(model):
@@ -176,6 +206,15 @@ def test_bench_has_a_column_in_every_format(model):
     assert "kvp |" in run("llama-bench", *base, "-o", "md").stdout
     assert "kv_protect INTEGER" in run("llama-bench", *base, "-o", "sql").stdout
     assert [json.loads(line)["kv_protect"] for line in run("llama-bench", *base, "-o", "jsonl").stdout.splitlines()] == [0, 1]
+
+
+def test_bench_compares_profiles(model, profile):
+    base = ["-m", model, "-t", 1, "-p", 8, "-n", 0, "-r", 1, "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "-kvf", f"none,{profile}"]
+    rows = json.loads(run("llama-bench", *base, "-o", "json").stdout)
+    assert [row["kv_profile"] for row in rows] == ["none", str(profile)]
+    rows = list(csv.DictReader(io.StringIO(run("llama-bench", *base, "-o", "csv").stdout)))
+    assert [row["kv_profile"] for row in rows] == ["none", str(profile)]
+    assert str(profile) in run("llama-bench", *base, "-o", "md").stdout
 
 
 # the server
@@ -290,3 +329,14 @@ def test_a_draft_with_types_of_its_own(model, tmp_path):
     with server(model, tmp_path, *KV, "-md", model, "-np", "1") as one:
         assert one.complete(PROMPT, n=48) == expected
         assert "K f16 x 4 layers" in one.log.read_text(errors="replace")
+
+
+def test_a_draft_does_not_inherit_the_profile(model, tmp_path, profile):
+    types = ["-ctk", "q8_0", "-ctv", "q8_0", "--kv-profile", profile, "-np", "1"]
+    with server(model, tmp_path, *types) as one:
+        expected = one.complete(PROMPT, n=48)
+    with server(model, tmp_path, *types, "-md", model, "-ctkd", "q8_0", "-ctvd", "q8_0") as one:
+        assert one.complete(PROMPT, n=48) == expected
+        log = one.log.read_text(errors="replace")
+    assert log.count("kv policy: K q8_0") >= 2
+    assert log.count("kv profile: ") == log.count("kv policy: K q8_0") - log.count("kv policy: K q8_0") // 2

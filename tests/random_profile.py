@@ -1,0 +1,154 @@
+"""Calibration profiles with random maps for random models, written with gguf-py alone: what the file format says, and no more."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import gguf
+import numpy as np
+from kvfmt import registry
+
+SPECS = {fmt.spec.name: fmt.spec for fmt in registry.all_formats()}
+
+
+def fnv1a(parts: Sequence[bytes]) -> str:
+    value = 0xCBF29CE484222325
+    for part in parts:
+        for byte in part:
+            value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
+
+
+@dataclass
+class Facts:
+    """What a profile has to know of a model."""
+
+    arch: str
+    n_layer: int
+    heads_kv: list[int]
+    head_k: list[int]
+    head_v: list[int]
+    owners: list[int]
+    fingerprint: str
+
+
+def facts_of(model: Path) -> Facts:
+    reader = gguf.GGUFReader(model)
+
+    def get(key: str, default: Any = None) -> Any:
+        found = reader.get_field(key)
+        return default if found is None else found.contents()
+
+    arch = get("general.architecture")
+    n_layer = get(f"{arch}.block_count")
+    heads = get(f"{arch}.attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads] * n_layer
+    shared = get(f"{arch}.attention.shared_kv_layers", 0)
+    window = get(f"{arch}.attention.sliding_window_pattern")
+
+    def heads_of(key: str) -> list[int]:
+        default = get(f"{arch}.embedding_length") // get(f"{arch}.attention.head_count")
+        size = get(f"{arch}.attention.{key}", default)
+        small = get(f"{arch}.attention.{key}_swa", size)
+        return [small if isinstance(window, list) and window[il] else size for il in range(n_layer)]
+
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    names = [f"blk.{il}.attn_norm.weight" for il in range(n_layer)] + ["output_norm.weight"]
+    norms = [tensors[name].data for name in names if name in tensors]
+    parts = [np.asarray(data, "<f4").tobytes() for data in norms]
+    return Facts(
+        arch,
+        n_layer,
+        heads,
+        heads_of("key_length"),
+        heads_of("value_length"),
+        [il for il in range(n_layer) if heads[il] and il < n_layer - shared],
+        fnv1a([*parts, get("kvfmt.fold.hash", "").encode()]),
+    )
+
+
+def invertible(rng: np.random.Generator, d: int, spread: float) -> np.ndarray:
+    """A random matrix whose singular values lie between exp(-spread) and exp(spread)."""
+    left, right = (np.linalg.qr(rng.standard_normal((d, d)))[0] for _ in range(2))
+    return left @ np.diag(np.exp(rng.uniform(-spread, spread, d))) @ right
+
+
+@dataclass
+class Profile:
+    """Metadata and tensors to change at will before ``write``. Tensors are in numpy's order: [heads, d, d]."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def write(self, path: Path) -> Path:
+        writer = gguf.GGUFWriter(path, "kvfmt-profile")
+        for key, value in self.metadata.items():
+            if key == "general.architecture":
+                writer.kv_data[0][key].value = value
+            elif isinstance(value, list):
+                writer.add_array(key, value)
+            elif isinstance(value, str):
+                writer.add_string(key, value)
+            else:
+                writer.add_uint32(key, value)
+        for name, data in self.tensors.items():
+            writer.add_tensor(name, np.ascontiguousarray(data))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+
+def random_profile(
+    model: Path,
+    *,
+    k: bool = True,
+    v: bool = True,
+    mean: bool = True,
+    layers: Sequence[int] | None = None,
+    layout: str = "flat",
+    types: tuple[Sequence[str], Sequence[str]] | None = None,
+    spread: float = 0.5,
+    dtype: type = np.float16,
+    seed: int = 5,
+    change: Callable[[Profile], None] | None = None,
+) -> Profile:
+    """Random maps of the layers (default: all that own KV). Keys lie far from zero relative to what the maps see."""
+    facts = facts_of(model)
+    rng = np.random.default_rng(seed)
+    mapped = facts.owners if layers is None else layers
+    profile = Profile()
+    names = {name for side in (types or ()) for name in side} | {layout}
+    profile.metadata = {
+        "general.name": "random",
+        "kvfmt.profile.version": 1,
+        "kvfmt.profile.hash": hashlib.sha256(f"{seed} {k} {v} {mean} {mapped}".encode()).hexdigest(),
+        "kvfmt.profile.model.architecture": facts.arch,
+        "kvfmt.profile.model.layers": facts.n_layer,
+        "kvfmt.profile.model.fingerprint": facts.fingerprint,
+        "kvfmt.profile.layout_k": [layout if k and il in mapped else "" for il in range(facts.n_layer)],
+        "kvfmt.profile.layout_v": [layout if v and il in mapped else "" for il in range(facts.n_layer)],
+        "kvfmt.profile.formats": [f"{name}={SPECS[name].hash}" for name in sorted(names) if name in SPECS],
+    }
+    if types:
+        profile.metadata["kvfmt.profile.types_k"] = list(types[0])
+        profile.metadata["kvfmt.profile.types_v"] = list(types[1])
+    for il in mapped:
+        n_head = facts.heads_kv[il]
+        if k:
+            a = np.stack([invertible(rng, facts.head_k[il], spread) for _ in range(n_head)])
+            if mean:
+                profile.tensors[f"blk.{il}.kv_k_mean"] = rng.standard_normal((n_head, facts.head_k[il])).astype(np.float32)
+            profile.tensors[f"blk.{il}.kv_k_map"] = a.astype(dtype)
+            profile.tensors[f"blk.{il}.kv_q_map"] = np.linalg.inv(a).transpose(0, 2, 1).astype(dtype)
+        if v:
+            b = np.stack([invertible(rng, facts.head_v[il], spread) for _ in range(n_head)])
+            profile.tensors[f"blk.{il}.kv_v_map"] = b.astype(dtype)
+            profile.tensors[f"blk.{il}.kv_o_map"] = np.linalg.inv(b).astype(dtype)
+    if change:
+        change(profile)
+    return profile
