@@ -50,8 +50,9 @@ def facts_of(model: Path) -> Facts:
     window = get(f"{arch}.attention.sliding_window_pattern")
 
     def heads_of(key: str) -> list[int]:
-        default = get(f"{arch}.embedding_length") // get(f"{arch}.attention.head_count")
-        size = get(f"{arch}.attention.{key}", default)
+        size = get(f"{arch}.attention.{key}")
+        if size is None:
+            size = get(f"{arch}.embedding_length") // get(f"{arch}.attention.head_count")
         small = get(f"{arch}.attention.{key}_swa", size)
         return [small if isinstance(window, list) and window[il] else size for il in range(n_layer)]
 

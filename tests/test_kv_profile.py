@@ -98,7 +98,8 @@ def test_a_map_that_is_a_little_wrong_is_seen_by_the_same_measure(models, profil
     def spoil(profile: Profile) -> None:
         for key in profile.tensors:
             if key.endswith(tensor):
-                profile.tensors[key] = (1.1 * profile.tensors[key]).astype(np.float16)
+                profile.tensors[key] = profile.tensors[key].copy()
+                profile.tensors[key][:, :16] *= 1.3
 
     model = models(name)
     reference = logits_of(model, "f16/f16")
@@ -547,7 +548,8 @@ def test_the_bindings(models, profile_of):
     assert one.context_params.kv_profile == os.fsencode(profile)
     assert pickle.loads(pickle.dumps(one)).context_params.kv_profile == os.fsencode(profile)
     one.eval(TOKENS[:32])
-    np.testing.assert_allclose(one._scores[-1], logits_of(models("plain"), "q8_0/q8_0", TOKENS[:32], profile=profile)[-1], atol=1e-4)
+    last = np.ctypeslib.as_array(one._ctx.get_logits_ith(-1), shape=(random_gguf.N_VOCAB,))
+    np.testing.assert_allclose(last, logits_of(models("plain"), "q8_0/q8_0", TOKENS[:32], profile=profile)[-1], atol=1e-3)
     typed = profile_of("plain", types=TYPES)
     open_model(models("plain"), profile=typed, **options).close()
     with pytest.raises(ValueError):
