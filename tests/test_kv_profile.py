@@ -26,6 +26,7 @@ MODELS = {
     "head128": lambda path: random_gguf.llama(path, head=128, n_head=2, n_head_kv=1, n_layer=2),
     "varying": lambda path: random_gguf.llama(path, n_head_kv=[1, 2, 4, 2]),
     "partial": lambda path: random_gguf.llama(path, n_rot=16),
+    "fused": random_gguf.fused,
     "hybrid": random_gguf.hybrid,
     "iswa": random_gguf.iswa,
     "shared": random_gguf.shared_kv,
@@ -107,7 +108,7 @@ def test_a_map_that_is_a_little_wrong_is_seen_by_the_same_measure(models, profil
     assert far_from(reference, "q8_0/q8_0", model, profile=profile_of(name, change=spoil)) > 6 * plain + 1e-5
 
 
-@pytest.mark.parametrize("name", ["plain", "mqa", "gqa", "shared", "iswa", "hybrid"])
+@pytest.mark.parametrize("name", ["plain", "mqa", "gqa", "fused", "shared", "iswa", "hybrid"])
 def test_one_token_at_a_time_equals_a_batch(models, profile_of, name):
     """Few tokens and many take different ways through the graph."""
     profile = profile_of(name)
@@ -118,6 +119,16 @@ def test_one_token_at_a_time_equals_a_batch(models, profile_of, name):
         starts = np.cumsum([0, *steps])
         apart = np.concatenate([context.decode(TOKENS[start : start + n]) for start, n in zip(starts, steps)])
     assert lib.kld(together, apart) < 1e-4
+
+
+def test_a_deep_model_of_few_tensors_to_a_layer(tmp_path):
+    """The graph's size is estimated from the number of tensors."""
+    model = random_gguf.fused(tmp_path / "deep.gguf", n_layer=64, n_head=2, n_head_kv=1, n_ff=64)
+    profile = random_profile(model, spread=0.1).write(tmp_path / "profile.gguf")
+    with lib.Context(model, "q8_0/q8_0", profile=profile) as context:
+        context.decode(TOKENS[:16])
+        lib.llama_cpp.llama_memory_seq_add(context.memory, 0, 0, -1, 10)
+        assert np.isfinite(context.decode(TOKENS[16:17], pos=26)).all()
 
 
 def test_flash_attention_off_with_mapped_keys(models, profile_of):
