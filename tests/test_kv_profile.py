@@ -540,6 +540,19 @@ def test_a_layout_is_for_one_type(models, profile_of):
         lib.Context(models("plain"), "kvq4/q8_0", protect=1, profile=profile)
 
 
+def test_formats_that_need_a_profile_are_refused_without_one_made_for_them(models, profile_of):
+    for name in (name for name, spec in SPECS.items() if spec.needs_profile):
+        with pytest.raises(lib.Refused, match=f"K cache type {name} needs a calibration profile"):
+            lib.Context(models("plain"), f"{name}/f16", protect=1)
+        for profile, layout in ((profile_of("plain"), "flat"), (profile_of("plain", k=False), ""), (profile_of("plain", layout="kvq4"), "kvq4")):
+            with pytest.raises(lib.Refused, match=rf"K cache type {name} \(layer 0\): .* has layout_k = '{layout}' there; .*calibrate for {name}"):
+                lib.Context(models("plain"), f"{name}/f16", profile=profile)
+        lib.Context(models("plain"), f"{name}/f16", profile=profile_of("plain", layout=name)).close()
+        typed = profile_of("plain", types=([name] * 4, ["f16"] * 4))
+        with pytest.raises(lib.Refused, match=rf"K cache type {name} \(layer 0\): .*calibrate for {name}"):
+            lib.Context(models("plain"), profile=typed)
+
+
 def test_heads_that_no_block_divides(tmp_path):
     model = random_gguf.llama(tmp_path / "head80.gguf", head=80, n_head=2, n_head_kv=1)
     profile = random_profile(model).write(tmp_path / "profile.gguf")

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import random_gguf
 from kvfmt import registry
@@ -160,6 +161,23 @@ def test_a_bad_profile_is_named(model, text):
         return f"KV profile {text}: cannot be read as a GGUF file" in done.stderr + done.stdout
 
     assert attempt()
+
+
+def test_memory_of_a_profile_is_counted(tmp_path):
+    """In the estimate that --fit makes before anything is allocated, and in what was."""
+    big = random_gguf.llama(tmp_path / "big.gguf", head=128, n_head=8, n_head_kv=8)
+    maps = random_profile(big, dtype=np.float32)
+    mib = sum(data.nbytes for data in maps.tensors.values()) / 2**20
+    path = maps.write(tmp_path / "profile.gguf")
+
+    def contexts(*arguments) -> list[int]:
+        done = completion(big, "-p", "abc", "-n", 2, "-c", 256, "-ctk", "q8_0", "-ctv", "q8_0", *arguments)
+        return [int(line.split("+")[1]) for line in (done.stdout + done.stderr).splitlines() if " - Host " in line]
+
+    without, with_profile = contexts(), contexts("--kv-profile", path)
+    assert len(without) == len(with_profile) == 2
+    for a, b in zip(without, with_profile):
+        assert abs(b - a - mib) <= 1
 
 
 def test_no_tool_ends_before_it_has_written_all(model):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from kvfmt import policy
+from kvfmt import policy, registry
 from kvfmt.bindings import cache_arguments
 from kvfmt.errors import KvfmtError, UnknownName
 
@@ -51,6 +53,53 @@ def test_cost_counts_scales_and_protected_layers():
 def test_a_block_that_does_not_divide_the_row_is_refused_by_name():
     with pytest.raises(KvfmtError, match="kvq3 with block 64 does not divide 80 values"):
         policy.cache_cost(1, 80, 80, 1, *policy.parse_kv("kvq3"), 0)
+
+
+def test_protection_that_nobody_asked_for():
+    ours, stock = policy.parse_kv("kvq3/f16"), policy.parse_kv("q4_0")
+    assert [policy.auto_protect(n, *ours) for n in (4, 8, 15, 16, 30)] == [0, 1, 1, 2, 2]
+    assert policy.auto_protect(30, *stock) == 0
+    assert policy.auto_protect(30, *ours, profile=True) == 0
+
+
+def test_types_of_layers():
+    k, v = policy.parse_kv("kvq3/kvq2")
+    f16, q8 = policy.cache_type("f16"), policy.cache_type("q8_0")
+    assert policy.layer_types(8, k, v) == [(f16, f16), *[(k, v)] * 6, (f16, f16)]
+    assert policy.layer_types(8, k, v, profile=True) == [(k, v)] * 8
+    assert policy.layer_types(3, k, f16, protect=1, profile=True) == [(f16, f16), (k, f16), (f16, f16)]
+    chosen = [(q8, k), (f16, f16)]
+    assert policy.layer_types(2, f16, f16, chosen=chosen) == chosen
+    for kv, protect in (("q8_0/f16", 0), ("f16/q8_0", None), ("f16", 1)):
+        with pytest.raises(KvfmtError, match="the profile chooses the cache types"):
+            policy.layer_types(2, *policy.parse_kv(kv), protect, chosen)
+    with pytest.raises(KvfmtError, match="types for 2 layers, the model has 3"):
+        policy.layer_types(3, f16, f16, chosen=chosen)
+
+
+def test_a_layout_is_for_one_type():
+    kvq4, q8, f16 = (policy.cache_type(name) for name in ("kvq4", "q8_0", "f16"))
+    ordered = dataclasses.replace(kvq4, needs_profile=True)
+    for chosen, layout in ((kvq4, None), (kvq4, ""), (kvq4, "flat"), (kvq4, "kvq4"), (q8, "flat"), (f16, "kvq4"), (ordered, "kvq4")):
+        assert policy.layout_fault(chosen, layout) is None
+    assert "needs a calibration profile" in policy.layout_fault(ordered, None)
+    for chosen, layout in ((q8, "kvq4"), (kvq4, "kvq3"), (ordered, "flat"), (ordered, ""), (ordered, "kvq3")):
+        assert f"does not suit the profile's layout '{layout}'" in policy.layout_fault(chosen, layout)
+
+
+def test_cost_of_chosen_types_counts_the_sidecar():
+    k, v = policy.parse_kv("kvq3/kvq2")
+    q8, f16 = policy.cache_type("q8_0"), policy.cache_type("f16")
+    cost = policy.layers_cost(256, [(128, 64), (128, 128)], [(k, q8), (f16, v)], sidecar=1000)
+    assert (cost.k_bytes, cost.v_bytes) == (256 * (2 * 26 + 256), 256 * (2 * 34 + 2 * 18))
+    assert cost.total == cost.k_bytes + cost.v_bytes + 1000
+    assert cost.bits_per_value == 8 * cost.total / (256 * (256 + 192))
+
+
+def test_the_hash_of_a_format_from_before_the_flag():
+    spec = registry.get("kvq3").spec
+    assert spec.hash.startswith("ab2c99330c6ccd18")
+    assert dataclasses.replace(spec, needs_profile=True).hash != spec.hash
 
 
 def test_arguments_for_the_bindings():
