@@ -1,0 +1,329 @@
+"""Calibration: runs a model over text, and keeps the statistics of the keys, values and queries that attention really has.
+
+They are taken where they enter the cache and the attention, by operation and not by name, so that every architecture with
+a KV cache and flash attention is read alike: what SET_ROWS writes to cache_k_l{N} and cache_v_l{N}, and the queries of the
+FLASH_ATTN_EXT that reads them (of several layers, where they share a cache).
+
+Position 0 is left out of everything. Its key is an attention sink: the same in every context, far from all others, and one
+of them in a covariance of a thousand would turn the map towards a direction that no other key uses. It is stored through the
+same map, so its own mean is kept, and what the map does to it is reported.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Mapping, Optional, Sequence
+
+import numpy as np
+
+from kvfmt.errors import KvfmtError
+from kvfmt.geometry import FLAT, KeyMaps, Layout, key_maps
+from kvfmt.moments import LayerStatistics, Moments
+from kvfmt.profile import LayerMaps, Profile, fingerprint_of, formats_of, layers_of, read_model
+from kvfmt.runtime import UBATCH, LoadedModel
+from kvfmt.subjects import ModelFile, Text
+from kvfmt.watch import Node, Watch
+
+#: Characters that a token has at most, nearly always: so much text is taken for a context.
+CHARACTERS = 16
+#: How much of the noise of a 4-bit type f16 maps may add, by their rounding, before they are stored as f32.
+ROUNDING = 0.01 * 0.007
+
+_CACHE = re.compile(r"cache_([kv])_l(\d+)")
+_SAME_VALUES = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT")
+
+
+class CalibrationError(KvfmtError):
+    """The model, the text or the activations cannot be calibrated on."""
+
+
+class _Layer:
+    """What is gathered of one layer that owns KV."""
+
+    def __init__(self, heads: int, k_size: int, v_size: int) -> None:
+        self.k, self.v, self.q = Moments(heads, k_size), Moments(heads, v_size), Moments(heads, k_size)
+        self.first = Moments(heads, k_size)
+        self.shift_free, self.rotated, self.adjacent = True, 0, False
+
+    def statistics(self) -> LayerStatistics:
+        return LayerStatistics(
+            self.k.count, self.q.count, self.k.mean, self.k.covariance(), self.q.second(), self.v.mean, self.v.second(), self.first.mean,
+            self.shift_free, self.rotated, self.adjacent,
+        )
+
+
+class Collector:
+    """Gathers statistics from a watched forward pass. ``watch.on`` says when; call ``begin(position)`` before every pass."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, _Layer] = {}
+        self.watch = Watch(self._wanted, self._seen)
+        self._position = 0
+        # What was written in this pass and not yet asked, by the root tensor's address: [tokens, heads * size] and RoPE.
+        self._written: dict[int, tuple[np.ndarray, int, bool]] = {}
+
+    def begin(self, position: int) -> None:
+        """The next pass starts at this position of its context."""
+        self._position = position
+        self._written.clear()
+
+    def statistics(self) -> dict[int, LayerStatistics]:
+        """By layer that owns KV. Raises CalibrationError if nothing was seen."""
+        if not self.layers:
+            raise CalibrationError("no attention over a KV cache was seen", "The model has none, or this build computes it in another way.")
+        found = {layer: self.layers[layer].statistics() for layer in sorted(self.layers)}
+        for layer, statistics in found.items():
+            statistics.check(f"layer {layer}")
+        return found
+
+    def _wanted(self, node: Node) -> bool:
+        op = node.op
+        return op == "FLASH_ATTN_EXT" or op == "SET_ROWS" and _CACHE.fullmatch(node.root.name) is not None
+
+    def _seen(self, node: Node) -> None:
+        if node.op == "SET_ROWS":
+            rows = node.source(0)
+            values = rows.values()
+            rotated, adjacent = _rope_of(rows)
+            self._written[node.root.address] = (values.reshape(-1, values.shape[-1]), rotated, adjacent)
+            return
+        q, k, v = (node.source(i) for i in range(3))
+        match = _CACHE.fullmatch(k.root.name)
+        if match is None:
+            return  # attention within the batch, as in an encoder: nothing is stored
+        layer = int(match[2])
+        if v.root.address == k.root.address:
+            raise CalibrationError(f"layer {layer} reads its values out of its keys (latent attention)", "Such a cache has no maps.")
+        size, heads = k.shape[0], k.shape[2]
+        known = self.layers.get(layer)
+        if known is None:
+            known = self.layers[layer] = _Layer(heads, size, v.shape[0])
+        written = self._written.pop(k.root.address, None)
+        if written is not None:
+            keys, known.rotated, known.adjacent = written
+            # As they are stored: what does not fit into an f16 becomes infinite, and is found.
+            with np.errstate(over="ignore"):
+                keys = keys.astype(np.float16)
+            self._add(known.k, known.first, keys, f"keys of layer {layer}")
+        written = self._written.pop(v.root.address, None)
+        if written is not None:
+            self._add(known.v, None, written[0], f"values of layer {layer}")
+        # Several layers may ask one cache. ggml: [size, tokens, query heads, 1].
+        asked = q.values()[0] * node.float_parameter(0)
+        _finite(asked, f"queries of layer {layer}")
+        if node.float_parameter(2) != 0 or node.source(4) is not None:
+            known.shift_free = False
+        asked = asked[:, 1:] if self._position == 0 else asked
+        known.q.add(asked.reshape(heads, -1, size))
+
+    def _add(self, moments: Moments, first: Optional[Moments], rows: np.ndarray, what: str) -> None:
+        _finite(rows, what)
+        heads, size = moments.mean.shape
+        by_head = rows.reshape(-1, heads, size).transpose(1, 0, 2)
+        if self._position == 0:
+            if first is not None:
+                first.add(by_head[:, :1])
+            by_head = by_head[:, 1:]
+        moments.add(by_head)
+
+
+def _finite(values: np.ndarray, what: str) -> None:
+    if not np.isfinite(values).all():
+        raise CalibrationError(
+            f"the {what} have values that are not finite, or too large for the f16 cache", "The model is damaged, or needs a cache of another type."
+        )
+
+
+def _rope_of(node: Optional[Node]) -> tuple[int, bool]:
+    """How many values of a head RoPE turned on their way to ``node``, and whether it pairs neighbours; 0 if it is not RoPE's output."""
+    while node is not None and node.op in (*_SAME_VALUES, "NONE"):
+        node = node.source(0) if node.op in _SAME_VALUES else None
+    if node is None or node.op != "ROPE":
+        return 0, False
+    # ggml_rope: the parameters are n_past, n_dims, mode ...; mode 0 pairs 2i with 2i + 1, all others i with i + n_dims / 2.
+    return node.parameter(1), node.parameter(2) == 0
+
+
+class _Context:
+    """An f16 cache of one sequence, on the CPU, watched. No logits are asked for."""
+
+    def __init__(self, model: LoadedModel, n_ctx: int, collector: Collector) -> None:
+        model.check_ctx(n_ctx)
+        self._lib, self._collector = model.lib, collector
+        lib = self._lib
+        params = lib.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = params.n_ubatch = min(UBATCH, n_ctx)
+        params.n_outputs_max = params.n_outputs_max_per_seq = 1
+        params.n_threads = params.n_threads_batch = model.threads
+        params.type_k = params.type_v = lib.GGML_TYPE_F16
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.swa_full, params.offload_kqv, params.no_perf = False, False, True
+        params.cb_eval = collector.watch.callback
+        self._context = model.create_context(params)
+        self._memory = lib.llama_get_memory(self._context)
+
+    def __enter__(self) -> _Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lib.llama_free(self._context)
+
+    def feed(self, tokens: np.ndarray, on_tokens: Callable[[int], None]) -> None:
+        """Forgets everything, then takes tokens, int32 [n]. Raises KvfmtError, with what was raised while watching."""
+        self._lib.llama_memory_clear(self._memory, True)
+        batch = self._lib.llama_batch_init(UBATCH, 0, 1)
+        watch = self._collector.watch
+        watch.on = True
+        try:
+            for start in range(0, len(tokens), UBATCH):
+                part = tokens[start : start + UBATCH]
+                batch.n_tokens = len(part)
+                for i, token in enumerate(part):
+                    batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), start + i, 1, False
+                    batch.seq_id[i][0] = 0
+                self._collector.begin(start)
+                status = self._lib.llama_decode(self._context, batch)
+                # Without logits the call returns before the work is done.
+                self._lib.llama_synchronize(self._context)
+                watch.check()
+                if status:
+                    raise CalibrationError(f"llama.cpp could not decode at token {start}: status {status}", "A smaller context may fit.")
+                on_tokens(len(part))
+        finally:
+            watch.on = False
+            self._lib.llama_batch_free(batch)
+
+
+def contexts_of(model: LoadedModel, text: Text, n_ctx: int, count: int) -> list[np.ndarray]:
+    """``count`` pieces of a text, spread evenly over it, in tokens, int32 [n_ctx] each, with what the model wants at the start.
+
+    Raises CalibrationError if the text is too short.
+    """
+    pieces, seen_tokens, seen_characters = [], 0, 0
+    for i in range(count):
+        start = len(text.content) * i // count
+        piece = text.content[start : start + CHARACTERS * n_ctx]
+        tokens = model.tokenize(piece)
+        if len(tokens) < n_ctx:
+            # The last one may be too short: it begins earlier then.
+            tail = model.tokenize(text.content[-CHARACTERS * n_ctx :], special=False)[-(n_ctx - model.add_bos) :]
+            tokens = np.concatenate([np.array([model.bos] * model.add_bos, np.int32), tail])
+        else:
+            seen_tokens, seen_characters = seen_tokens + len(tokens), seen_characters + len(piece)
+        pieces.append(tokens[:n_ctx])
+    there = int(seen_tokens * len(text.content) / seen_characters) if seen_characters else len(model.tokenize(text.content))
+    if there * 1.05 < n_ctx * count or any(len(piece) < n_ctx for piece in pieces):
+        raise CalibrationError(
+            f"text '{text.name}' has about {there} tokens, {count} contexts of {n_ctx} need {n_ctx * count}",
+            "Give a longer text or several (--text), or ask for fewer tokens (--tokens).",
+        )
+    return pieces
+
+
+def plan(texts: Sequence[Text], lengths: Sequence[int], tokens: int) -> list[tuple[Text, int, int]]:
+    """(text, context length, count): about ``tokens`` in all, shared evenly by texts and by lengths, at least one each."""
+    if not texts or not lengths or tokens < 1 or any(n < 2 for n in lengths):
+        raise CalibrationError("nothing to calibrate on", "Give at least one text, one context length of at least 2 and a number of tokens.")
+    share = tokens / (len(texts) * len(lengths))
+    return [(text, n, max(1, round(share / n))) for text in texts for n in lengths]
+
+
+def measure(
+    model: LoadedModel, texts: Sequence[Text], lengths: Sequence[int], tokens: int, update: Callable[[int, int], None] = lambda done, of: None
+) -> dict[int, LayerStatistics]:
+    """Runs the model over the texts; statistics by layer that owns KV. The memory does not depend on ``tokens``.
+
+    ``update(done, total)`` counts tokens. Raises KvfmtError for a text that is too short, a context that is too long, a
+    model whose attention cannot be read, and activations that are not finite.
+    """
+    steps = [(n, piece) for text, n, count in plan(texts, lengths, tokens) for piece in contexts_of(model, text, n, count)]
+    total, done = sum(len(piece) for _, piece in steps), 0
+    collector = Collector()
+
+    def count(n: int) -> None:
+        nonlocal done
+        done += n
+        update(done, total)
+
+    for n_ctx in dict.fromkeys(n for n, _ in steps):
+        with _Context(model, n_ctx, collector) as context:
+            for n, piece in steps:
+                if n == n_ctx:
+                    context.feed(piece, count)
+    return collector.statistics()
+
+
+def stored_maps(maps: KeyMaps, statistics: LayerStatistics) -> LayerMaps:
+    """Maps as a profile has them: f16, or f32 where their rounding would add to the error of a 4-bit type."""
+    mean = None if maps.mean is None else maps.mean.astype(np.float32)
+    with np.errstate(over="ignore"):
+        key, query = maps.key.astype(np.float16), maps.query.astype(np.float16)
+    if not (np.isfinite(key).all() and np.isfinite(query).all()) or rounding(key, query, maps, statistics) > ROUNDING:
+        key, query = maps.key.astype(np.float32), maps.query.astype(np.float32)
+    return LayerMaps(k_mean=mean, k_map=key, q_map=query)
+
+
+def rounding(key: np.ndarray, query: np.ndarray, maps: KeyMaps, statistics: LayerStatistics) -> float:
+    """Squared logit error of rounded maps [H, d, d] that no longer undo each other, as a share of ``maps.error``: the worst head."""
+    size = key.shape[-1]
+    off = query.astype(np.float64).transpose(0, 2, 1) @ key.astype(np.float64) - np.eye(size)
+    seen = statistics.k_moment() if maps.mean is None else statistics.k_cov
+    error = np.einsum("hij,hij->h", off @ seen @ off.transpose(0, 2, 1), statistics.q_moment)
+    return float(np.max(np.divide(error, maps.error, out=np.zeros_like(error), where=maps.error > 0)))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A profile, and by layer the maps that it was made of, in full precision and with their errors."""
+
+    profile: Profile
+    maps: Mapping[int, KeyMaps]
+
+
+def make_profile(
+    subject: ModelFile,
+    statistics: Mapping[int, LayerStatistics],
+    layout: Layout = FLAT,
+    kind: str = "full",
+    centre: bool = True,
+    provenance: Mapping[str, object] | None = None,
+) -> Calibration:
+    """The profile of a model from its statistics: ``kind`` is one of geometry.MAPS. Raises KvfmtError."""
+    file = read_model(subject.path)
+    layers = layers_of(file)
+    maps = {layer: key_maps(found, layout, kind, centre) for layer, found in statistics.items()}
+    layout_k = tuple(layout.name if layer in maps else "" for layer in range(layers))
+    profile = Profile(
+        name=f"{subject.name}, keys {layout.name}, map {kind}{', centred' if centre else ''}",
+        architecture=file.architecture, layers=layers, fingerprint=fingerprint_of(file),
+        layout_k=layout_k, layout_v=("",) * layers, formats=formats_of(layout_k),
+        maps={layer: stored_maps(found, statistics[layer]) for layer, found in maps.items()},
+        statistics=statistics, provenance={"map": kind, "centre": centre, **(provenance or {})},
+    )
+    return Calibration(profile, maps)
+
+
+def calibrate(
+    subject: ModelFile,
+    texts: Sequence[Text],
+    lengths: Sequence[int],
+    tokens: int,
+    layout: Layout = FLAT,
+    kind: str = "full",
+    centre: bool = True,
+    threads: int | None = None,
+    update: Callable[[int, int], None] = lambda done, of: None,
+) -> Calibration:
+    """Measures and makes the profile. Raises what ``measure`` and ``make_profile`` raise."""
+    import llama_cpp
+
+    with LoadedModel(subject.path, threads) as model:
+        statistics = measure(model, texts, lengths, tokens, update)
+    return make_profile(subject, statistics, layout, kind, centre, {
+        "tokens": max(found.tokens for found in statistics.values()), "context": [int(n) for n in lengths],
+        "text.name": [text.name for text in texts], "text.sha256": [text.sha256 for text in texts],
+        "model.file": Path(subject.path).name, "model.sha256": subject.sha256, "build": llama_cpp.__version__,
+    })
