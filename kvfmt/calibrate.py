@@ -28,6 +28,8 @@ from kvfmt.watch import Node, Watch
 
 #: Characters that a token has at most, nearly always: so much text is taken for a context.
 CHARACTERS = 16
+#: Queries that are looked at in a pass; they are spread evenly over it.
+QUERIES = 128
 #: How much of the noise of a 4-bit type f16 maps may add, by their rounding, before they are stored as f32.
 ROUNDING = 0.01 * 0.007
 
@@ -43,13 +45,14 @@ class _Layer:
     """What is gathered of one layer that owns KV."""
 
     def __init__(self, heads: int, k_size: int, v_size: int) -> None:
-        self.k, self.v, self.q = Moments(heads, k_size), Moments(heads, v_size), Moments(heads, k_size)
-        self.first = Moments(heads, k_size)
+        self.k, self.q = Moments(heads, k_size), Moments(heads, k_size)
+        self.v, self.first = Moments(heads, v_size), Moments(heads, k_size)
+        self.tokens = self.queries = 0
         self.shift_free, self.rotated, self.adjacent = True, 0, False
 
     def statistics(self) -> LayerStatistics:
         return LayerStatistics(
-            self.k.count, self.q.count, self.k.mean, self.k.covariance(), self.q.second(), self.v.mean, self.v.second(), self.first.mean,
+            self.tokens, self.queries, self.k.mean, self.k.covariance(), self.q.second(), self.v.mean, self.v.second(), self.first.mean,
             self.shift_free, self.rotated, self.adjacent,
         )
 
@@ -86,8 +89,7 @@ class Collector:
         if node.op == "SET_ROWS":
             rows = node.source(0)
             values = rows.values()
-            rotated, adjacent = _rope_of(rows)
-            self._written[node.root.address] = (values.reshape(-1, values.shape[-1]), rotated, adjacent)
+            self._written[node.root.address] = (values.reshape(-1, values.shape[-1]), *_rope_of(rows))
             return
         q, k, v = (node.source(i) for i in range(3))
         match = _CACHE.fullmatch(k.root.name)
@@ -102,38 +104,96 @@ class Collector:
             known = self.layers[layer] = _Layer(heads, size, v.shape[0])
         written = self._written.pop(k.root.address, None)
         if written is not None:
-            keys, known.rotated, known.adjacent = written
-            # As they are stored: what does not fit into an f16 becomes infinite, and is found.
+            rows, known.rotated, known.adjacent = written
+            # What does not fit into an f16 becomes infinite there.
             with np.errstate(over="ignore"):
-                keys = keys.astype(np.float16)
-            self._add(known.k, known.first, keys, f"keys of layer {layer}")
+                rows = _finite(rows.astype(np.float16), f"keys of layer {layer}").reshape(-1, heads, size)
+            known.tokens += len(rows)
+            if self._position == 0:
+                known.first.add(rows[:1].transpose(1, 0, 2))
         written = self._written.pop(v.root.address, None)
         if written is not None:
-            self._add(known.v, None, written[0], f"values of layer {layer}")
-        # Several layers may ask one cache. ggml: [size, tokens, query heads, 1].
-        asked = q.values()[0] * node.float_parameter(0)
-        _finite(asked, f"queries of layer {layer}")
-        if node.float_parameter(2) != 0 or node.source(4) is not None:
+            known.v.add(_finite(written[0], f"values of layer {layer}").reshape(-1, heads, v.shape[0]).transpose(1, 0, 2))
+        self._ask(known, node, layer)
+
+    def _ask(self, known: _Layer, node: Node, layer: int) -> None:
+        """Weighs every key of the cache, and the queries, by what an error of their product would do."""
+        attention = Attention.of(node)
+        asked = _finite(attention.queries, f"queries of layer {layer}")
+        if not attention.shift_free:
             known.shift_free = False
-        asked = asked[:, 1:] if self._position == 0 else asked
-        known.q.add(asked.reshape(heads, -1, size))
+        heads = len(attention.keys)
+        group = len(asked) // heads
+        for head in range(heads):
+            weights = np.zeros(attention.keys.shape[1])
+            of_queries = np.empty((group, asked.shape[1]))
+            for i in range(group):
+                p = attention.probabilities(head * group + i)
+                p -= p * p
+                weights += p.sum(axis=0, dtype=np.float64)
+                of_queries[i] = p.sum(axis=1, dtype=np.float64)
+            known.k.add_head(head, attention.keys[head][weights > 0], weights[weights > 0])
+            known.q.add_head(head, asked[head * group : (head + 1) * group].reshape(group * asked.shape[1], -1) * attention.scale, of_queries.reshape(-1))
+        known.queries += group * asked.shape[1]
 
-    def _add(self, moments: Moments, first: Optional[Moments], rows: np.ndarray, what: str) -> None:
-        _finite(rows, what)
-        heads, size = moments.mean.shape
-        by_head = rows.reshape(-1, heads, size).transpose(1, 0, 2)
-        if self._position == 0:
-            if first is not None:
-                first.add(by_head[:, :1])
-            by_head = by_head[:, 1:]
-        moments.add(by_head)
+
+@dataclass(frozen=True)
+class Attention:
+    """One FLASH_ATTN_EXT: ``queries`` float32 [query heads, n, d], a sample of the pass; ``keys`` float32 [KV heads, cells, d] as stored;
+    ``mask`` float32 [n, cells], -inf where a query does not look; ``slopes`` [query heads] of ALiBi; ``sinks`` [query heads] or None."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+    mask: np.ndarray
+    scale: float
+    cap: float
+    slopes: np.ndarray
+    sinks: Optional[np.ndarray]
+
+    @classmethod
+    def of(cls, node: Node) -> Attention:
+        """Reads its inputs. The parameters are the scale, the largest ALiBi bias and the logit soft-cap (ggml_flash_attn_ext)."""
+        q, k, mask, sinks = (node.source(i) for i in (0, 1, 3, 4))
+        scale, bias, cap = (node.float_parameter(i) for i in range(3))
+        queries = q.values()[0]
+        step = max(1, queries.shape[1] // QUERIES)
+        heads, n = queries.shape[:2]
+        # ggml: two geometric series of slopes, around the largest power of two that is not above the number of heads.
+        power = 2 ** int(np.log2(heads))
+        h = np.arange(heads)
+        slopes = np.ones(heads) if bias <= 0 else np.where(h < power, 2 ** (-bias / power * (h + 1)), 2 ** (-bias / 2 / power * (2 * (h - power) + 1)))
+        seen = np.zeros((n, k.shape[1]), np.float32) if mask is None else mask.values()[0, 0, :n]
+        return cls(
+            queries[:, step - 1 :: step], k.values()[0], seen[step - 1 :: step], scale, cap, slopes, None if sinks is None else sinks.values().reshape(-1)
+        )
+
+    @property
+    def shift_free(self) -> bool:
+        """Whether one number added to all logits of a query changes nothing."""
+        return self.cap == 0 and self.sinks is None
+
+    def probabilities(self, head: int) -> np.ndarray:
+        """Softmax of one query head, float32 [n, cells]; with a sink its rows sum to less than 1."""
+        group = len(self.queries) // len(self.keys)
+        logits = (self.queries[head] * np.float32(self.scale)) @ self.keys[head // group].T
+        if self.cap:
+            logits = np.float32(self.cap) * np.tanh(logits / np.float32(self.cap))
+        logits += self.mask * np.float32(self.slopes[head])
+        top = logits.max(axis=1, keepdims=True)
+        extra = 0.0
+        if self.sinks is not None:
+            top = np.maximum(top, self.sinks[head])
+            extra = np.exp(self.sinks[head] - top)
+        np.exp(logits - top, out=logits)
+        return logits / (logits.sum(axis=1, keepdims=True) + extra)
 
 
-def _finite(values: np.ndarray, what: str) -> None:
+def _finite(values: np.ndarray, what: str) -> np.ndarray:
     if not np.isfinite(values).all():
         raise CalibrationError(
             f"the {what} have values that are not finite, or too large for the f16 cache", "The model is damaged, or needs a cache of another type."
         )
+    return values
 
 
 def _rope_of(node: Optional[Node]) -> tuple[int, bool]:

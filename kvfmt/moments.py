@@ -10,37 +10,43 @@ from kvfmt.errors import KvfmtError
 
 
 class Moments:
-    """Mean and covariance of vectors that come in blocks; the memory does not grow with them.
+    """Weighted mean and covariance of vectors that come in blocks; the memory does not grow with them.
 
     Blocks are centred before they are multiplied and then merged (Chan, Golub and LeVeque 1983): a large common
     offset, which keys do have, costs no digits.
     """
 
     def __init__(self, heads: int, size: int) -> None:
-        self.count = 0
+        self.weight = np.zeros(heads)
         self.mean = np.zeros((heads, size))
         self._scatter = np.zeros((heads, size, size))
 
     def add(self, x: np.ndarray) -> None:
-        """Float [heads, n, size]: n vectors of each head. Raises ValueError for other shapes."""
-        heads, n, size = x.shape
-        if (heads, size) != self.mean.shape:
-            raise ValueError(f"{heads} heads of {size}, not {self.mean.shape[0]} of {self.mean.shape[1]}")
-        if n == 0:
+        """Float [heads, n, size]: n vectors of each head, all of weight 1. Raises ValueError for other shapes."""
+        if len(x) != len(self.mean):
+            raise ValueError(f"{len(x)} heads, not {len(self.mean)}")
+        for head, vectors in enumerate(x):
+            self.add_head(head, vectors, np.ones(len(vectors)))
+
+    def add_head(self, head: int, x: np.ndarray, weights: np.ndarray) -> None:
+        """Float [n, size] vectors of one head with weights, float [n], not negative. Raises ValueError for other shapes."""
+        if x.shape[1:] != self.mean.shape[1:] or weights.shape != x.shape[:1]:
+            raise ValueError(f"{x.shape} with weights {weights.shape} for vectors of {self.mean.shape[1]}")
+        added = float(weights.sum(dtype=np.float64))
+        if added == 0:
             return
-        x = x.astype(np.float64)
-        mean = x.mean(axis=1)
-        x -= mean[:, None, :]
-        away = mean - self.mean
-        total = self.count + n
-        self._scatter += x.transpose(0, 2, 1) @ x
-        self._scatter += (self.count * n / total) * away[:, :, None] * away[:, None, :]
-        self.mean += away * (n / total)
-        self.count = total
+        x, weights = x.astype(np.float64), weights.astype(np.float64)
+        share = added / (self.weight[head] + added)
+        mean = weights @ x / added
+        x -= mean
+        away = mean - self.mean[head]
+        self._scatter[head] += (x * weights[:, None]).T @ x + self.weight[head] * share * np.outer(away, away)
+        self.mean[head] += away * share
+        self.weight[head] += added
 
     def covariance(self) -> np.ndarray:
-        """Float64 [heads, size, size], divided by the count."""
-        return self._scatter / max(self.count, 1)
+        """Float64 [heads, size, size], divided by the weight."""
+        return self._scatter / np.where(self.weight > 0, self.weight, 1)[:, None, None]
 
     def second(self) -> np.ndarray:
         """Mean of x x^T, float64 [heads, size, size]."""

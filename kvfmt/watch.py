@@ -125,7 +125,7 @@ class Watch:
     """
 
     def __init__(self, wanted: Callable[[Node], bool], seen: Callable[[Node], None]) -> None:
-        self.wanted, self.seen, self.on = wanted, seen, False
+        self._ask, self._tell, self.on = wanted, seen, False
         self.error: Optional[BaseException] = None
         _library()
         # The library holds only the pointer: the object must live as long as the context.
@@ -138,8 +138,8 @@ class Watch:
                 return not ask
             node = Node(_Tensor.from_address(tensor))
             if ask:
-                return bool(self.wanted(node))
-            self.seen(node)
+                return bool(self._ask(node))
+            self._tell(node)
             return True
         except BaseException as error:  # noqa: BLE001
             self.error = self.error or error
