@@ -18,6 +18,7 @@ from typing import Callable, Mapping, Optional, Sequence
 
 import numpy as np
 
+from kvfmt.blas import one_thread
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import FLAT, KeyMaps, Layout, key_maps
 from kvfmt.moments import LayerStatistics, Moments
@@ -309,7 +310,7 @@ def measure(
         update(done, total)
 
     for n_ctx in dict.fromkeys(n for n, _ in steps):
-        with _Context(model, n_ctx, collector) as context:
+        with one_thread(), _Context(model, n_ctx, collector) as context:
             for n, piece in steps:
                 if n == n_ctx:
                     context.feed(piece, count)
