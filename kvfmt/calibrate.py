@@ -4,9 +4,11 @@ They are taken where they enter the cache and the attention, by operation and no
 a KV cache and flash attention is read alike: what SET_ROWS writes to cache_k_l{N} and cache_v_l{N}, and the queries of the
 FLASH_ATTN_EXT that reads them (of several layers, where they share a cache).
 
-Position 0 is left out of everything. Its key is an attention sink: the same in every context, far from all others, and one
-of them in a covariance of a thousand would turn the map towards a direction that no other key uses. It is stored through the
-same map, so its own mean is kept, and what the map does to it is reported.
+Keys and queries are weighed by what an error does. Storing adds noise of its own to each key; with dl_i the error of logit i
+the output of attention, o = sum p_i v_i, is off by sum p_i dl_i (v_i - o), whose expected square is sum p_i^2 |v_i - o|^2 var(dl_i).
+So each pair of a query and a key weighs p_i^2 |v_i - o|^2: a key what its queries give it, a query what its keys do. The first token
+needs this most: its key, an attention sink, lies far from all others and takes much of the attention. Counted as one key
+in a thousand it is stored so badly that the maps do more harm than good.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class Collector:
         self._ask(known, node, layer)
 
     def _ask(self, known: _Layer, node: Node, layer: int) -> None:
-        """Weighs every key of the cache, and the queries, by what an error of their product would do."""
+        """Adds every key of the cache, and the sampled queries, each with its weight."""
         attention = Attention.of(node)
         asked = _finite(attention.queries, f"queries of layer {layer}")
         if not attention.shift_free:
@@ -129,10 +131,9 @@ class Collector:
             weights = np.zeros(attention.keys.shape[1])
             of_queries = np.empty((group, asked.shape[1]))
             for i in range(group):
-                p = attention.probabilities(head * group + i)
-                p -= p * p
-                weights += p.sum(axis=0, dtype=np.float64)
-                of_queries[i] = p.sum(axis=1, dtype=np.float64)
+                pairs = attention.weights(head * group + i)
+                weights += pairs.sum(axis=0, dtype=np.float64)
+                of_queries[i] = pairs.sum(axis=1, dtype=np.float64)
             known.k.add_head(head, attention.keys[head][weights > 0], weights[weights > 0])
             known.q.add_head(head, asked[head * group : (head + 1) * group].reshape(group * asked.shape[1], -1) * attention.scale, of_queries.reshape(-1))
         known.queries += group * asked.shape[1]
@@ -140,11 +141,12 @@ class Collector:
 
 @dataclass(frozen=True)
 class Attention:
-    """One FLASH_ATTN_EXT: ``queries`` float32 [query heads, n, d], a sample of the pass; ``keys`` float32 [KV heads, cells, d] as stored;
+    """One FLASH_ATTN_EXT: ``queries`` float32 [query heads, n, d], a sample of the pass; ``keys``, ``values`` float32 [KV heads, cells, d] as stored;
     ``mask`` float32 [n, cells], -inf where a query does not look; ``slopes`` [query heads] of ALiBi; ``sinks`` [query heads] or None."""
 
     queries: np.ndarray
     keys: np.ndarray
+    values: np.ndarray
     mask: np.ndarray
     scale: float
     cap: float
@@ -165,13 +167,21 @@ class Attention:
         slopes = np.ones(heads) if bias <= 0 else np.where(h < power, 2 ** (-bias / power * (h + 1)), 2 ** (-bias / 2 / power * (2 * (h - power) + 1)))
         seen = np.zeros((n, k.shape[1]), np.float32) if mask is None else mask.values()[0, 0, :n]
         return cls(
-            queries[:, step - 1 :: step], k.values()[0], seen[step - 1 :: step], scale, cap, slopes, None if sinks is None else sinks.values().reshape(-1)
+            queries[:, step - 1 :: step], k.values()[0], node.source(2).values()[0], seen[step - 1 :: step], scale, cap, slopes, None if sinks is None else sinks.values().reshape(-1)
         )
 
     @property
     def shift_free(self) -> bool:
         """Whether one number added to all logits of a query changes nothing."""
         return self.cap == 0 and self.sinks is None
+
+    def weights(self, head: int) -> np.ndarray:
+        """What the square of an error of each logit adds to that of the output, float32 [n, cells]: p^2 |v - o|^2."""
+        p = self.probabilities(head)
+        v = self.values[head // (len(self.queries) // len(self.keys))]
+        o = p @ v
+        away = (v * v).sum(axis=1)[None, :] - 2 * (o @ v.T) + (o * o).sum(axis=1)[:, None]
+        return p * p * np.maximum(away, 0)
 
     def probabilities(self, head: int) -> np.ndarray:
         """Softmax of one query head, float32 [n, cells]; with a sink its rows sum to less than 1."""

@@ -103,8 +103,8 @@ class KeyMaps:
 
     ``error`` [H]: tr(A Sk A^T) tr(A^-T Sq A^-1) / d before the layout, with the statistics as they were made (Sk not
     centred where the map does not centre): what uniform noise of unit relative size would do to a logit, squared.
-    ``plain`` [H]: the same for a Hadamard alone. ``first_error`` and ``first_plain`` [H]: the same of the key at position 0, which
-    is none of Sk and may lie far from all others.
+    ``plain`` [H]: the same for a Hadamard alone. ``first_error`` and ``first_plain`` [H]: the same of the key at position 0,
+    which may lie far from all others.
     """
 
     mean: np.ndarray | None

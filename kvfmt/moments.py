@@ -57,12 +57,13 @@ class Moments:
 class LayerStatistics:
     """One layer that owns KV. Arrays are float [KV heads, ...]; keys as they are stored (after norm and RoPE, rounded to f16).
 
-    ``tokens``: how many keys and values; ``queries``: how many queries of each KV head, those of its whole group.
-    ``k_mean`` [H, d_k] and ``k_cov`` [H, d_k, d_k]: keys, centred. ``q_moment`` [H, d_k, d_k]: mean of q q^T, times the square of
-    the attention scale. ``v_mean`` [H, d_v], ``v_moment`` [H, d_v, d_v]: values, not centred. ``k_first`` [H, d_k]: mean of the keys
-    at position 0, which are in none of the others. ``shift_free``: adding one number to all logits of a query changes
-    nothing, so keys may be centred; not so with a logit soft-cap or attention sinks. ``rotated``: values of a head that RoPE
-    turns; ``adjacent``: it pairs 2i with 2i + 1 of them, else i with i + rotated / 2.
+    ``k_mean`` [H, d_k] and ``k_cov`` [H, d_k, d_k]: keys, weighed by what an error of theirs does (see calibrate.py), centred.
+    ``q_moment`` [H, d_k, d_k]: mean of q q^T times the square of the attention scale, weighed likewise. ``v_mean`` [H, d_v],
+    ``v_moment`` [H, d_v, d_v]: values, all of one weight, not centred. ``k_first`` [H, d_k]: mean of the keys at position 0.
+    ``tokens``: keys and values that were stored; ``queries``: queries of each KV head that were looked at, those of its whole group.
+    ``shift_free``: adding one number to all logits of a query changes nothing, so keys may be centred; not so with a logit
+    soft-cap or attention sinks. ``rotated``: values of a head that RoPE turns; ``adjacent``: it pairs 2i with 2i + 1 of
+    them, else i with i + rotated / 2.
     """
 
     tokens: int

@@ -258,3 +258,147 @@ def hybrid(
             weights.matrix(f"{block}.shortconv.out_proj", n_embd, n_embd)
         _ffn(weights, block, n_embd, n_ff)
     return _finish(writer, path)
+
+
+def soft_cap(
+    path: Path,
+    *,
+    n_layer: int = 4,
+    head: int = 64,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    cap: float = 3.0,
+    window: int = 128,
+    n_embd: int = 128,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """Attention logits go through a tanh (arch gemma2). ``cap`` is low, so that it acts on most of them."""
+    writer = gguf.GGUFWriter(path, "gemma2")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_sliding_window(window)
+    writer.add_attn_logit_softcapping(cap)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=2.0)
+    weights.vector("output_norm", n_embd)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            weights.vector(f"{block}.{norm}", n_embd)
+        weights.matrix(f"{block}.attn_q", n_head * head, n_embd, gain=1.5)
+        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd, gain=1.5)
+        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
+
+
+def sinks(
+    path: Path,
+    *,
+    n_layer: int = 4,
+    head: int = 64,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    window: int = 128,
+    n_expert: int = 2,
+    n_embd: int = 128,
+    n_ff: int = 64,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """Every query head has a logit of its own in the softmax (arch gpt-oss)."""
+    writer = gguf.GGUFWriter(path, "gpt-oss")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_expert_feed_forward_length(n_ff)
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(1)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_sliding_window(window)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+    weights.vector("output_norm", n_embd)
+    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "post_attention_norm"):
+            weights.vector(f"{block}.{norm}", n_embd)
+        weights.matrix(f"{block}.attn_q", n_head * head, n_embd, gain=1.5)
+        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd, gain=1.5)
+        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        weights.vector(f"{block}.attn_output", n_embd, "bias", 0.0)
+        weights.vector(f"{block}.attn_sinks", n_head, value=2.0)
+        weights.matrix(f"{block}.ffn_gate_inp", n_expert, n_embd)
+        weights.vector(f"{block}.ffn_gate_inp", n_expert, "bias", 0.0)
+        for name, rows, row in (("gate", n_ff, n_embd), ("up", n_ff, n_embd), ("down", n_embd, n_ff)):
+            weights.matrix(f"{block}.ffn_{name}_exps", n_expert, rows, row)
+            bias = 0.1 * weights.rng.standard_normal((n_expert, rows))
+            writer.add_tensor(f"{block}.ffn_{name}_exps.bias", bias.astype(np.float32))
+    return _finish(writer, path)
+
+
+def shared_kv(
+    path: Path,
+    *,
+    n_layer: int = 6,
+    n_shared: int = 2,
+    head: int = 128,
+    head_window: int = 64,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    window: int = 128,
+    n_embd: int = 128,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """The last layers read the cache of earlier ones; every other layer has a window and smaller heads (arch gemma4)."""
+    writer = gguf.GGUFWriter(path, "gemma4")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_uint32("gemma4.attention.key_length_swa", head_window)
+    writer.add_uint32("gemma4.attention.value_length_swa", head_window)
+    writer.add_uint32("gemma4.attention.shared_kv_layers", n_shared)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+    writer.add_uint32("gemma4.rope.dimension_count_swa", head_window)
+    writer.add_sliding_window(window)
+    in_window = [layer % 2 == 0 for layer in range(n_layer)]
+    writer.add_array("gemma4.attention.sliding_window_pattern", in_window)
+    writer.add_rope_dimension_count(head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=2.0)
+    weights.vector("output_norm", n_embd)
+    writer.add_tensor("rope_freqs.weight", np.ones(head // 2, np.float32))
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        d = head_window if in_window[layer] else head
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            weights.vector(f"{block}.{norm}", n_embd)
+        weights.vector(f"{block}.attn_q_norm", d, value=2.0 / np.sqrt(d))
+        weights.matrix(f"{block}.attn_q", n_head * d, n_embd)
+        if layer < n_layer - n_shared:
+            weights.vector(f"{block}.attn_k_norm", d)
+            weights.matrix(f"{block}.attn_k", n_head_kv * d, n_embd)
+            weights.matrix(f"{block}.attn_v", n_head_kv * d, n_embd)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * d)
+        _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
