@@ -110,7 +110,7 @@ def demo(
 def calibrate(
     model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
     text: list[str] = typer.Option(["docs", "cpp"], help="'docs', 'cpp' or a text file; may be given several times"),
-    tokens: int = typer.Option(16384, min=1, help="about so many, shared evenly by texts and context lengths"),
+    tokens: int = typer.Option(8192, min=1, help="about so many, shared evenly by texts and context lengths"),
     n_ctx: list[int] = typer.Option([1024], min=2, help="tokens of a context; may be given several times"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
     v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),

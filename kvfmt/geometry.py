@@ -27,6 +27,8 @@ from kvfmt.transform import hadamard
 MAPS = ("none", "pairs", "full")
 #: Least variance of a channel, relative to the mean of its head: one that never varied must not be scaled without bound.
 FLOOR = 1e-7
+#: How many times its size a head needs in tokens before half of what lies off the diagonal is believed.
+SHRINK = 4
 
 
 @lru_cache(maxsize=None)
@@ -124,15 +126,16 @@ def logit_error(a: np.ndarray, inverse: np.ndarray, keys: np.ndarray, queries: n
 def shrunk(moment: np.ndarray, count: int) -> np.ndarray:
     """A second moment, float64 [d, d], made safe to invert.
 
-    Rule: the share d / (n + d) of what lies off the diagonal is dropped, n the number of vectors that it was made from,
-    and each diagonal entry is at least FLOOR times their mean. With no variance at all it becomes the unit matrix.
+    Rule: the share 4 d / (n + 4 d) of what lies off the diagonal is dropped, n the number of vectors that it was made from,
+    and FLOOR times the mean of the diagonal is added to it. With no variance at all it becomes the unit matrix.
+    (4: on another text, 1,000 tokens of SmolLM2 give 0.1 to 0.2 dB more than with 1, and 8,000 and more lose nothing.)
     """
     size = len(moment)
     power = np.trace(moment) / size
     if not power > 0:
         return np.eye(size)
     diagonal = np.maximum(np.diag(moment), 0)
-    share = size / (count + size)
+    share = SHRINK * size / (count + SHRINK * size)
     safe = moment * (1 - share)
     # The floor is added, not clipped to: a matrix whose variances vanish in a direction between channels needs it too.
     safe[np.diag_indices(size)] = diagonal + FLOOR * power

@@ -28,7 +28,7 @@ from kvfmt import registry
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, GgufFile, read_gguf
 from kvfmt.moments import LayerStatistics
-from kvfmt.policy import known_types
+from kvfmt.policy import cache_type, known_types
 
 ARCHITECTURE = "kvfmt-profile"
 VERSION = 1
@@ -73,7 +73,7 @@ class LayerMaps:
 class Profile:
     """A whole profile, checked. Sequences have one entry for each of the model's layers.
 
-    ``layout_k``, ``layout_v``: "" (no map), "flat", or the format that the channels were ordered for. ``types_k``, ``types_v``: cache
+    ``layout_k``, ``layout_v``: "" (no map), "flat", or the quantized type that the channels were ordered for. ``types_k``, ``types_v``: cache
     types, "" where a layer owns no KV; None: not decided here. ``maps``, ``statistics``: by layer. ``formats``: spec hash of every
     kvfmt format that a layout or type names. ``provenance``: what else is known of its making, by key after "kvfmt.profile.".
     """
@@ -248,11 +248,14 @@ def fingerprint_of(model: Path | GgufFile) -> str:
 
     FNV-1a (64 bits) over the little-endian f32 bytes of blk.N.attn_norm.weight in the order of layers, then of
     output_norm.weight (those that are there, as f32), then the UTF-8 bytes of "kvfmt.fold.hash" if the metadata has it.
+    Layers at the end that only predict further tokens are left out: llama.cpp does not always load them.
     Raises KvfmtError if the file is no model.
     """
     file = model if isinstance(model, GgufFile) else read_model(model)
+    ahead = file.setting("nextn_predict_layers", 0)
+    layers = (layers_of(file) or 0) - (ahead if type(ahead) is int else 0)
     parts = []
-    for name in [f"blk.{layer}.attn_norm.weight" for layer in range(layers_of(file) or 0)] + ["output_norm.weight"]:
+    for name in [f"blk.{layer}.attn_norm.weight" for layer in range(layers)] + ["output_norm.weight"]:
         tensor = file.tensors.get(name)
         if tensor is not None and tensor.dtype == np.float32:
             parts.append(tensor.floats().tobytes())
@@ -299,7 +302,8 @@ def _check(profile: Profile) -> None:
             continue
         if len(found) != n:
             raise ProfileError(f"{key} has {len(found)} entries for {n} layers", "It has one for each layer.")
-        known = ("", *known_types()) if key.startswith("types") else ("", "flat", *(fmt.spec.name for fmt in registry.all_formats()))
+        quantized = [name for name in known_types() if cache_type(name).is_quantized]
+        known = ("", *known_types()) if key.startswith("types") else ("", "flat", *quantized)
         for layer, name in enumerate(found):
             if name not in known:
                 raise ProfileError(f"{key} of layer {layer} is '{name}', which this build does not know", "Known: " + ", ".join(known[1:]))

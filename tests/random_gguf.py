@@ -402,3 +402,38 @@ def shared_kv(
         weights.matrix(f"{block}.attn_output", n_embd, n_head * d)
         _ffn(weights, block, n_embd, n_ff)
     return _finish(writer, path)
+
+
+def fused(
+    path: Path,
+    *,
+    n_layer: int = 4,
+    head: int = 64,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """One matrix makes Q, K and V, which are views of its result (arch phi3); few tensors to a layer."""
+    n_embd = n_head * head
+    writer = gguf.GGUFWriter(path, "phi3")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_rope_dimension_count(head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+    weights.vector("output_norm", n_embd)
+    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        weights.vector(f"{block}.attn_norm", n_embd)
+        weights.matrix(f"{block}.attn_qkv", (n_head + 2 * n_head_kv) * head, n_embd, gain=1.3)
+        weights.matrix(f"{block}.attn_output", n_embd, n_embd)
+        weights.vector(f"{block}.ffn_norm", n_embd)
+        weights.matrix(f"{block}.ffn_up", 2 * n_ff, n_embd)
+        weights.matrix(f"{block}.ffn_down", n_embd, n_ff)
+    return _finish(writer, path)

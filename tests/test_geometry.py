@@ -140,7 +140,7 @@ def test_degenerate_heads_have_finite_maps(kind, what):
     k, q = Moments(1, size), Moments(1, size)
     k.add(x)
     q.add(y)
-    found = LayerStatistics(k.count, q.count, k.mean, k.covariance(), q.second(), k.mean, k.second(), k.mean + 1, True, size, False)
+    found = LayerStatistics(x.shape[1], y.shape[1], k.mean, k.covariance(), q.second(), k.mean, k.second(), k.mean + 1, True, size, False)
     maps = g.key_maps(found, g.FLAT, kind, True)
     assert np.isfinite(maps.key).all() and np.isfinite(maps.query).all()
     np.testing.assert_allclose(maps.query[0].T @ maps.key[0], np.eye(size), atol=1e-5)
@@ -153,7 +153,7 @@ def test_degenerate_heads_have_finite_maps(kind, what):
 def test_shrinking_follows_its_rule():
     m = np.array([[4.0, 1.0], [1.0, 0.0]])
     safe = g.shrunk(m, 6)
-    assert safe[0, 1] == safe[1, 0] == pytest.approx(1 - 2 / 8)
+    assert safe[0, 1] == safe[1, 0] == pytest.approx(1 - 8 / 14)
     assert safe[0, 0] == pytest.approx(4 + 2 * g.FLOOR) and safe[1, 1] == pytest.approx(2 * g.FLOOR)
     np.testing.assert_array_equal(g.shrunk(np.zeros((3, 3)), 5), np.eye(3))
 
