@@ -217,7 +217,7 @@ def _rope_of(node: Optional[Node]) -> tuple[int, bool]:
     return node.parameter(1), node.parameter(2) == 0
 
 
-class _Context:
+class Context:
     """An f16 cache of one sequence, on the CPU, watched. No logits are asked for."""
 
     def __init__(self, model: LoadedModel, n_ctx: int, collector: Collector) -> None:
@@ -236,7 +236,7 @@ class _Context:
         self._context = model.create_context(params)
         self._memory = lib.llama_get_memory(self._context)
 
-    def __enter__(self) -> _Context:
+    def __enter__(self) -> Context:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -320,7 +320,7 @@ def measure(
         update(done, total)
 
     for n_ctx in dict.fromkeys(n for n, _ in steps):
-        with one_thread(), _Context(model, n_ctx, collector) as context:
+        with one_thread(), Context(model, n_ctx, collector) as context:
             for n, piece in steps:
                 if n == n_ctx:
                     context.feed(piece, count)

@@ -71,7 +71,7 @@ def run(path, n_tokens: int, n_ctx: int = 512, text: Text = TEXT) -> tuple[Recor
     collector = Recorder()
     with LoadedModel(path, 1) as model:
         (tokens,) = c.contexts_of(model, text, n_tokens, 1)
-        with c._Context(model, n_ctx, collector) as context:
+        with c.Context(model, n_ctx, collector) as context:
             context.feed(tokens, lambda n: None)
             return collector, states.saved(context._context)
 
