@@ -3,42 +3,100 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Optional
 
 from kvfmt import registry
 from kvfmt.errors import KvfmtError
-from kvfmt.policy import parse_kv
+from kvfmt.policy import cache_type, parse_kv
+from kvfmt.profile import Profile
+
+#: What stands for the type where a profile gives each layer its own.
+BY_PROFILE = "profile"
+
+
+@lru_cache(maxsize=64)
+def read_profile(path: Path) -> Profile:
+    """A profile, read once. Raises KvfmtError."""
+    return Profile.read(path)
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Types of K and V, and how many layers at each end stay f16."""
+    """Types of K and V, how many layers at each end stay f16, and a calibration profile.
+
+    ``kv`` is "" where the profile gives each layer its types.
+    """
 
     kv: str
     protect: int = 0
+    profile: Optional[Path] = None
+
+    def __post_init__(self) -> None:
+        if self.profile is None:
+            return
+        chooses = read_profile(self.profile).types_k is not None
+        if chooses and (self.kv or self.protect):
+            raise KvfmtError(f"profile {self.profile.name} gives each layer its types, {self.kv}:{self.protect} was asked for as well", f"Write @{self.profile}")
+        if not chooses and not self.kv:
+            raise KvfmtError(f"profile {self.profile.name} does not say which types", f"Write e.g. kvt3/kve8_2@{self.profile}")
 
     @classmethod
     def parse(cls, text: str) -> Cache:
-        """"q8_0", "kvq3/kvq2", "kvq3/kvq2:2". Raises UnknownName for a type, KvfmtError for a protection that does not exist."""
-        kv, colon, protect = text.partition(":")
-        parse_kv(kv)
+        """"q8_0", "kvq3/kvq2", "kvq3/kvq2:2", "kvt3/kve8_2@FILE", "@FILE" for a profile that says the types.
+
+        Raises UnknownName for a type, KvfmtError for a protection that does not exist and a profile that cannot be read.
+        """
+        types, at, file = text.partition("@")
+        kv, colon, protect = types.partition(":")
+        if kv or not at:
+            parse_kv(kv)
         if colon and not protect.isdecimal():
             raise KvfmtError(f"'{protect}' in cache '{text}' is no number of layers", "Write e.g. kvq3/kvq2:2, or leave out the colon.")
-        return cls(kv, int(protect or 0))
+        if at and not file:
+            raise KvfmtError(f"cache '{text}' names no profile", "Write e.g. kvt3/kve8_2@model.kvprofile.gguf")
+        return cls(kv, int(protect or 0), Path(file).expanduser() if at else None)
 
     @property
     def title(self) -> str:
-        return self.kv + (f", protect {self.protect}" if self.protect else "")
+        name = "" if self.profile is None else f"@{self.profile.name.split('.')[0]}"
+        return self.kv + name + (f", protect {self.protect}" if self.protect else "")
+
+    @property
+    def type_ids(self) -> tuple[int, int]:
+        """What a context asks for: f16 where the profile decides."""
+        k, v = parse_kv(self.kv or "f16")
+        return k.type_id, v.type_id
 
     @property
     def sides(self) -> tuple[str, str]:
         """Names of the K and the V type."""
+        if not self.kv:
+            return BY_PROFILE, BY_PROFILE
         k, v = parse_kv(self.kv)
         return k.name, v.name
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a row of it depends on beside the types' names: spec hashes of our formats, the profile's hash."""
+        types = set(parse_kv(self.kv)) if self.kv else set()
+        if self.profile is None:
+            return hashes({kind.name for kind in types})
+        profile = read_profile(self.profile)
+        chosen = {cache_type(name) for name in (*(profile.types_k or ()), *(profile.types_v or ())) if name}
+        return {**hashes({kind.name for kind in types | chosen}), "profile": profile.hash}
+
     def arguments(self) -> list[str]:
         """For the programs of llama.cpp."""
-        k, v = self.sides
-        return ["-ctk", k, "-ctv", v, "-fa", "on", "--kv-protect", str(self.protect)]
+        types = [x for option, name in zip(("-ctk", "-ctv"), self.sides) for x in (option, name)] if self.kv else []
+        profile = [] if self.profile is None else ["--kv-profile", str(self.profile)]
+        return [*types, "-fa", "on", "--kv-protect", str(self.protect), *profile]
+
+
+def hashes(names: set[str]) -> dict[str, str]:
+    """Spec hash of each of our formats among the names of types; upstream's types have none."""
+    return {fmt.spec.name: fmt.spec.hash for fmt in registry.all_formats() if fmt.spec.name in names}
 
 
 F16 = Cache("f16")
@@ -48,7 +106,7 @@ RECOMMENDED = (Cache("kvq3/kvq2"), Cache("kvq3/kvq2", 2))
 
 def default_caches() -> tuple[Cache, ...]:
     """f16, upstream's usual types, every format of ours for both sides, and the recommended pair."""
-    ours = tuple(Cache(fmt.spec.name) for fmt in registry.all_formats())
+    ours = tuple(Cache(fmt.spec.name) for fmt in registry.all_formats() if not fmt.spec.needs_profile)
     return (F16, Cache("q8_0"), Cache("q4_0"), *ours, *RECOMMENDED)
 
 

@@ -40,6 +40,8 @@ class Engine(LoadedModel):
 
     def least_bytes(self, cache: Cache, n_ctx: int) -> int:
         """Bytes that this cache takes at least; 0 for a model whose layers are not alike."""
+        if not cache.kv:
+            return 0  # a profile's types, layer by layer
         lib, k_v = self.lib, parse_kv(cache.kv)
         heads, all_heads = lib.llama_model_n_head_kv(self.model), lib.llama_model_n_head(self.model)
         if not heads or self._setting("attention.head_count_kv") is None:
@@ -74,16 +76,17 @@ class Engine(LoadedModel):
         self.check_ctx(n_ctx)
         self.check_memory(cache, n_ctx)
         lib = self.lib
-        k, v = parse_kv(cache.kv)
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = min(UBATCH, n_ctx)
         # Buffers for the logits of a whole batch would be half a gigabyte at 262,000 words, for each cache.
         params.n_outputs_max = params.n_outputs_max_per_seq = rows
         params.n_threads = params.n_threads_batch = self.threads
-        params.type_k, params.type_v = k.type_id, v.type_id
+        params.type_k, params.type_v = cache.type_ids
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.kv_protect = cache.protect
+        if cache.profile is not None:
+            params.kv_profile = str(cache.profile).encode()
         params.swa_full = False
         params.no_perf = True
         self._log.clear()
@@ -91,20 +94,27 @@ class Engine(LoadedModel):
         if not context:
             raise KvfmtError(f"llama.cpp refuses the cache {cache.title}:\n{self._complaints()}", "Choose another type or a smaller context.")
         log = "".join(self._log)
-        mib, bits, policy = perplexity.allocation(log)
+        found = perplexity.allocation(log)
         work = sum(float(size) for size in _WORK.findall(log))
-        return Session(self, context, cache, n_ctx, rows, Allocation(int(mib * (1 << 20)), int(work * (1 << 20)), bits, policy))
+        allocated = Allocation(int(found.mib * (1 << 20)), found.sidecar, int(work * (1 << 20)), found.bits_per_value, found.policy)
+        return Session(self, context, cache, n_ctx, rows, allocated)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the library says it allocated, to 0.01 MiB: bytes of the cache, bytes of the buffers for logits and for
-    computing, bits per value with all that counts, its own words."""
+    """What the library says it allocated, to 0.01 MiB: bytes of the cache, of a profile's maps, of the buffers for logits and for
+    computing, bits per value with all that counts (the maps too), its own words."""
 
     n_bytes: int
+    sidecar_bytes: int
     work_bytes: int
     bits_per_value: float
     policy: tuple[str, ...]
+
+    @property
+    def bits_without_maps(self) -> float:
+        """Bits per value of the cache alone: what it tends to as the context grows."""
+        return self.bits_per_value * self.n_bytes / (self.n_bytes + self.sidecar_bytes) if self.n_bytes else self.bits_per_value
 
 
 class Session:

@@ -75,7 +75,7 @@ def measure(model: str, caches: tuple[Cache, ...], text: str, n_ctx: int, chunks
                 found = perplexity.run(program, arguments, lambda n: update(n, chunks), compared=True)
             kld = found.statistics["kld"]
             console.print(f"{model:8} {cache.title:24} {found.bits_per_value:6.3f} bits  KLD {kld[0]:.5f} ± {kld[1]:.5f}")
-            records.append({"model": model, "chunks": chunks, "cache": asdict(cache), "title": cache.title, **asdict(found)})
+            records.append({"model": model, "chunks": chunks, "cache": {"kv": cache.kv, "protect": cache.protect}, "title": cache.title, **asdict(found)})
     if records and records[0]["title"] == "f16" and records[0]["statistics"]["kld"][0] > 1e-4:
         raise KvfmtError(
             f"the f16 cache differs from itself by KLD {records[0]['statistics']['kld'][0]}", "The harness is wrong."

@@ -87,7 +87,7 @@ def measure(
     n_ctx = min(-(-(longest + length) // 256) * 256, engine.n_ctx_train)
     subject = prompts.as_text(f"prompts: {kind}", texts)
     setup: dict[str, Setting] = {"set": kind, "prompts": count, "horizons": " ".join(map(str, horizons))}
-    origins = {cache: provenance(model, subject, n_ctx, cache.kv, seed) for cache in (F16, *caches)}
+    origins = {cache: provenance(model, subject, n_ctx, cache, seed) for cache in (F16, *caches)}
     keys = {c: row_key("generate", c.title, *c.sides, c.protect, o, setup) for c, o in origins.items()}
     missing = [c for c in keys if results.find(keys[c]) is None]
     done, total = 0, len(missing) * count

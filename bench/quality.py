@@ -19,8 +19,8 @@ import numpy as np
 
 from bench.caches import F16, Cache
 from bench.divergence import Scores, by_position, compare, metrics
-from bench.engine import UBATCH, Engine, Session
-from bench.records import Metric, Provenance, Results, Row, row_key, spec_hashes
+from bench.engine import UBATCH, Allocation, Engine, Session
+from bench.records import Metric, Provenance, Results, Row, row_key
 from kvfmt.build.files import write_whole
 from kvfmt.errors import KvfmtError
 from kvfmt.subjects import ModelFile, Text
@@ -132,12 +132,12 @@ class Progress:
         self.path.unlink(missing_ok=True)
 
 
-def provenance(model: ModelFile, text: Text, n_ctx: int, kv: str, seed: int = 0) -> Provenance:
+def provenance(model: ModelFile, text: Text, n_ctx: int, cache: Cache, seed: int = 0) -> Provenance:
     """For any row that is measured in-process."""
-    return Provenance.here(spec_hashes(kv), model, text, n_ctx, seed)
+    return Provenance.here(cache.identity, model, text, n_ctx, seed)
 
 
-def row_of(cache: Cache, bits: float, scores: list[Scores], plan: Plan, origin: Provenance) -> Row:
+def row_of(cache: Cache, allocated: Allocation, scores: list[Scores], plan: Plan, origin: Provenance) -> Row:
     """The row of a cache from its scores, one a chunk."""
     every = Scores.concatenate(scores)
     # Position = tokens in the cache when the next one is predicted.
@@ -149,7 +149,11 @@ def row_of(cache: Cache, bits: float, scores: list[Scores], plan: Plan, origin: 
     }
     found = metrics(every)
     found["positions"] = Metric(float(len(every.kld)))
-    return Row("quality", cache.title, *cache.sides, cache.protect, bits, origin, settings(plan), found, detail)
+    if allocated.sidecar_bytes:
+        # The maps are as large for one token as for a full context: both figures are needed.
+        found["bits_without_maps"] = Metric(allocated.bits_without_maps)
+        found["map_bytes"] = Metric(float(allocated.sidecar_bytes))
+    return Row("quality", cache.title, *cache.sides, cache.protect, allocated.bits_per_value, origin, settings(plan), found, detail)
 
 
 def settings(plan: Plan) -> dict:
@@ -176,7 +180,7 @@ def measure(
     longer than the model's, a cache that the library refuses, and an f16 cache that differs from itself.
     """
     engine.check_ctx(plan.n_ctx)
-    origins = {cache: provenance(model, text, plan.n_ctx, cache.kv) for cache in caches}
+    origins = {cache: provenance(model, text, plan.n_ctx, cache) for cache in caches}
     missing = [c for c in caches if results.find(key_of(c, plan, origins[c])) is None]
     pieces = chunks_of(engine, text, plan) if missing else np.empty((0, plan.n_ctx), np.int32)
     groups = [missing[i : i + TOGETHER] for i in range(0, len(missing), TOGETHER)]
@@ -201,7 +205,7 @@ def measure(
             for piece in pieces[len(progress.done) :]:
                 progress.add(score_chunk(base, others, piece, plan.first, on_tokens))
             for i, (cache, session) in enumerate(zip(group, others)):
-                row = row_of(cache, session.allocated.bits_per_value, [c[i] for c in progress.done], plan, origins[cache])
+                row = row_of(cache, session.allocated, [c[i] for c in progress.done], plan, origins[cache])
                 check_identity(row)
                 results.append(row)
                 on_row(row)

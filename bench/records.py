@@ -15,10 +15,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Union
 
-from kvfmt import registry
 from kvfmt.build.files import write_whole
 from kvfmt.errors import KvfmtError, MissingTool
-from kvfmt.policy import parse_kv
 from kvfmt.subjects import ModelFile, Text
 
 KINDS = ("quality", "generate", "retrieval", "speed", "lab", "probe")
@@ -39,7 +37,7 @@ class Provenance:
     """Where a row comes from. All of it is part of the row's key.
 
     ``build`` is the version of the llama-cpp-python that ran: pin, series and hash of the patches. ``formats`` maps
-    each of our formats in the row to its spec hash. ``text`` names the text or the prompt set, ``text_sha256`` is of
+    each of our formats in the row to its spec hash, and "profile" to the calibration profile's. ``text`` names the text or the prompt set, ``text_sha256`` is of
     its bytes in UTF-8. ``n_ctx`` is in tokens.
     """
 
@@ -194,12 +192,6 @@ def build_id() -> str:
         return metadata.version("llama_cpp_python")
     except metadata.PackageNotFoundError:
         raise MissingTool("llama-cpp-python is not installed", "Run: kvfmt build") from None
-
-
-def spec_hashes(*kv: str) -> dict[str, str]:
-    """Spec hash of each of our formats among K/V pairs such as "kvq3/kvq2"; upstream's types have none."""
-    names = {side.name for pair in kv for side in parse_kv(pair)}
-    return {fmt.spec.name: fmt.spec.hash for fmt in registry.all_formats() if fmt.spec.name in names}
 
 
 def machine() -> str:

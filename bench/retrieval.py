@@ -116,7 +116,7 @@ def measure(
     made = [fit(engine, length, keys, f"{seed} {length} {i}") for i in range(documents)]
     subject = prompts.as_text(f"hidden values, {length} tokens", [d.text for d, _ in made])
     setup: dict[str, Setting] = {"length": length, "documents": documents, "keys": keys}
-    origins = {cache: provenance(model, subject, length, cache.kv, seed) for cache in (F16, *caches)}
+    origins = {cache: provenance(model, subject, length, cache, seed) for cache in (F16, *caches)}
     names = {c: row_key("retrieval", c.title, *c.sides, c.protect, o, setup) for c, o in origins.items()}
     missing = [c for c in names if results.find(names[c]) is None]
     done, total = 0, len(missing) * documents

@@ -118,7 +118,7 @@ def measure(
     setups: dict[int, dict[str, Setting]] = {
         depth: {"depth": depth, "rounds": rounds, "decode": decode, "prefill": prefill, "threads": engine.threads} for depth in depths
     }
-    origins = {cache: provenance(model, subject, n_ctx, cache.kv, seed) for cache in caches}
+    origins = {cache: provenance(model, subject, n_ctx, cache, seed) for cache in caches}
 
     def key(cache: Cache, depth: int) -> str:
         return row_key("speed", cache.title, *cache.sides, cache.protect, origins[cache], setups[depth])

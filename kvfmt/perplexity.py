@@ -24,6 +24,7 @@ _STATISTICS = {
 _PPL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
 _BUFFER = re.compile(r"KV buffer size =\s*([\d.]+) MiB")
 _POLICY = re.compile(r"kv policy: (.*)")
+_SIDECAR = re.compile(r"kv profile: .*sidecar (\d+) bytes")
 _POLICY_BITS = re.compile(r"total ([\d.]+) MiB, ([\d.]+) bits/value")
 #: "[3]12.3," while it computes perplexity, "   3   12.3 ±" on a line of its own while it compares
 _CHUNK = re.compile(r"(?:\n\s*|\[)(\d+)(?:\]\d|\s+[\d.]+ ±)")
@@ -39,23 +40,34 @@ class Measured:
     policy: tuple[str, ...] = field(default=())
 
 
-def allocation(log: str) -> tuple[float, float, tuple[str, ...]]:
-    """The cache's size in MiB, its bits per value, and the policy's own words, from llama.cpp's log.
+@dataclass(frozen=True)
+class Allocated:
+    """A cache as llama.cpp allocated it: its size in MiB, the bytes of a profile's maps, bits per value with the maps counted,
+    and the policy's own words."""
 
-    Raises BuildFailed if it does not say them.
-    """
+    mib: float
+    sidecar: int
+    bits_per_value: float
+    policy: tuple[str, ...]
+
+
+def allocation(log: str) -> Allocated:
+    """What the log says of the cache. Raises BuildFailed if it does not say it."""
     buffers = [float(size) for size in _BUFFER.findall(log)]
     policy = tuple(line.strip() for line in _POLICY.findall(log))
     sizes = [tuple(map(float, pair)) for line in policy for pair in _POLICY_BITS.findall(line)]
     if not buffers or not sizes:
         raise BuildFailed("llama.cpp did not say how large the cache is", "Run `kvfmt build`, then try again.")
-    bits = sum(mib * b for mib, b in sizes) and sum(m for m, _ in sizes) / sum(m / b for m, b in sizes)
-    return sum(buffers), bits, policy
+    sidecar = sum(int(size) for size in _SIDECAR.findall(log))
+    # A cache of m MiB at b bits holds m / b units of values.
+    values = sum(mib / b for mib, b in sizes if b)
+    bits = (sum(mib for mib, _ in sizes) + sidecar / (1 << 20)) / values if values else 0.0
+    return Allocated(sum(buffers), sidecar, bits, policy)
 
 
 def parse(output: str, compared: bool) -> Measured:
     """Reads the output of a run with ``-lv 4``. Raises BuildFailed if what it should say is not there."""
-    size, bits, policy = allocation(output)
+    allocated = allocation(output)
     found: dict[str, tuple[float, ...]] = {}
     for name, pattern in _STATISTICS.items():
         if match := re.search(pattern, output):
@@ -65,7 +77,7 @@ def parse(output: str, compared: bool) -> Measured:
     missing = (set(_STATISTICS) if compared else {"ppl"}) - set(found)
     if missing:
         raise BuildFailed(f"llama-perplexity did not print {sorted(missing)}", "Its output may have changed with the pin.")
-    return Measured(size, bits, found, policy)
+    return Measured(allocated.mib, allocated.bits_per_value, found, allocated.policy)
 
 
 def latest_chunk(tail: str) -> int:

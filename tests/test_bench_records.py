@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.records import Metric, Provenance, Results, Row, machine, spec_hashes
+from bench.caches import Cache
+from bench.records import Metric, Provenance, Results, Row, machine
 from kvfmt import registry
 from kvfmt.errors import KvfmtError
 
@@ -58,5 +59,5 @@ def test_a_metric_that_is_no_number_is_refused():
 
 
 def test_only_our_formats_have_a_spec_hash():
-    assert spec_hashes("q8_0", "kvq3/f16") == {"kvq3": registry.get("kvq3").spec.hash}
+    assert Cache("kvq3/f16").identity == {"kvq3": registry.get("kvq3").spec.hash}
     assert "cores" in machine()
