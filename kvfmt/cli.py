@@ -165,6 +165,15 @@ def bench(context: typer.Context) -> None:
     importlib.import_module("bench.cli").app(context.args, prog_name="kvfmt bench")
 
 
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def tune(context: typer.Context) -> None:
+    """Choose a cache type for each layer under a budget, and write them into a profile."""
+    import importlib
+
+    # It measures with the benchmarks' engine.
+    importlib.import_module("bench.tune_cli").app(context.args, prog_name="kvfmt tune")
+
+
 @app.command()
 @plain_errors
 def formats() -> None:

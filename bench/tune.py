@@ -1,0 +1,257 @@
+"""A cache type for every layer and side under a budget: ``kvfmt tune``.
+
+Each layer and side is quantized alone, with every candidate type, and its distance from the f16 cache is measured on a text.
+These distances nearly add up, so the best types under a budget are an integer programme: one type for each layer and side, least
+sum of KLD, allocated bytes within the budget, a profile's maps counted. The result is a profile that gives every layer its types.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Callable, Iterable, Mapping, Optional, Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from bench.caches import Cache
+from bench.engine import Engine
+from bench.quality import F16, TOGETHER, Plan, chunks_of, score_chunk
+from kvfmt.calibrate import stored_maps
+from kvfmt.errors import KvfmtError
+from kvfmt.geometry import key_maps, layout_for
+from kvfmt.policy import cache_type
+from kvfmt.profile import LayerMaps, Profile, formats_of
+from kvfmt.subjects import ModelFile, Text
+
+SIDES = ("k", "v")
+#: Types that a side may get, f16 besides; those that no format of ours beats at their size are left out.
+CANDIDATES = {"k": ("kvt3", "kvt4", "q8_0"), "v": ("kve8_2", "kve8_3", "kvq4", "q8_0")}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One type for one side of one layer: what it allocates, maps counted, and what it alone costs in nats."""
+
+    layer: int
+    side: str
+    type: str
+    n_bytes: int
+    kld: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The chosen options, the sum of their distances, and the allocated bits per value with the maps counted."""
+
+    options: tuple[Option, ...]
+    predicted: float
+    bits_per_value: float
+
+    def types(self, side: str, layers: int) -> tuple[str, ...]:
+        """By layer of the model; "" where a layer owns no KV."""
+        chosen = {o.layer: o.type for o in self.options if o.side == side}
+        return tuple(chosen.get(layer, "") for layer in range(layers))
+
+
+class Profiles:
+    """Profiles of one model that differ in types: the maps of each layer and type are made once, from the statistics of ``base``."""
+
+    def __init__(self, base: Profile) -> None:
+        """Raises KvfmtError if ``base`` has no statistics."""
+        if not base.statistics:
+            raise KvfmtError(f"profile '{base.name}' has no statistics", "Tuning needs them: kvfmt calibrate makes a profile that has.")
+        self.base = base
+        self._maps: dict[tuple[int, str], LayerMaps] = {}
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Layers that own KV."""
+        return tuple(sorted(self.base.statistics))
+
+    def maps(self, layer: int, kind: str) -> LayerMaps:
+        """What keys of that type have in that layer; nothing for one that is not quantized."""
+        if not cache_type(kind).is_quantized:
+            return LayerMaps()
+        layout = layout_for(kind)
+        if (layer, layout.name) not in self._maps:
+            statistics = self.base.statistics[layer]
+            self._maps[layer, layout.name] = stored_maps(key_maps(statistics, layout), statistics)
+        return self._maps[layer, layout.name]
+
+    def make(self, k: Sequence[str], v: Sequence[str], name: str, provenance: Mapping[str, object] = {}) -> Profile:
+        """The profile that gives each layer these types, "" where a layer owns no KV."""
+        maps = {layer: found for layer in self.owners if (found := self.maps(layer, k[layer])).arrays()}
+        layout_k = tuple(layout_for(k[layer]).name if layer in maps else "" for layer in range(self.base.layers))
+        return replace(
+            self.base, name=name, layout_k=layout_k, layout_v=("",) * self.base.layers, maps=maps, types_k=tuple(k), types_v=tuple(v),
+            formats=formats_of((*layout_k, *k, *v)), provenance={**self.base.provenance, **provenance},
+        )
+
+
+def cells_of(engine: Engine, profiles: Profiles, n_ctx: int, scratch: Path) -> dict[int, int]:
+    """Tokens that each layer's cache has room for at a context: fewer in layers with a sliding window.
+
+    Found by allocating: a layer at q8_0 among f16 ones shrinks the cache by what its cells save.
+    """
+    f16 = ["f16" if layer in profiles.owners else "" for layer in range(profiles.base.layers)]
+    row_of = {layer: found.heads * found.k_size for layer, found in profiles.base.statistics.items()}
+    if not engine.lib.llama_model_n_swa(engine.model):
+        return {layer: n_ctx for layer in profiles.owners}
+    found = {}
+    with engine.open(F16, n_ctx) as session:
+        full = session.allocated.n_bytes
+    saved = cache_type("f16").row_bytes(64) - cache_type("q8_0").row_bytes(64)
+    for layer in profiles.owners:
+        path = scratch / f"cells{layer}.gguf"
+        profiles.make([*f16[:layer], "q8_0", *f16[layer + 1 :]], f16, "cells").write(path)
+        with engine.open(Cache("", 0, path), n_ctx) as session:
+            cells = (full - session.allocated.n_bytes) / (saved * row_of[layer] / 64)
+        # The library says sizes to 0.01 MiB, and cells come in multiples of 256.
+        found[layer] = max(256, round(cells / 256) * 256)
+    return found
+
+
+def measure(
+    engine: Engine,
+    profiles: Profiles,
+    text: Text,
+    plan: Plan,
+    cells: Mapping[int, int],
+    candidates: Mapping[str, Sequence[str]],
+    scratch: Path,
+    update: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Option]:
+    """Every option, f16 included, which costs nothing in fidelity. ``update(done, total)`` counts tokens over all caches.
+
+    Raises KvfmtError for a text that is too short or a type that the library refuses.
+    """
+    n = profiles.base.layers
+    f16 = ["f16" if layer in profiles.owners else "" for layer in range(n)]
+    pieces = chunks_of(engine, text, plan)
+    asked = [(layer, side, kind) for layer in profiles.owners for side in SIDES for kind in candidates[side] if kind != "f16"]
+    caches = []
+    for layer, side, kind in asked:
+        types = {"k": list(f16), "v": list(f16)}
+        types[side][layer] = kind
+        path = scratch / f"{layer}.{side}.{kind}.gguf"
+        profiles.make(types["k"], types["v"], f"layer {layer}, {side} at {kind}").write(path)
+        caches.append(Cache("", 0, path))
+    total, done = len(asked) * len(pieces) * plan.n_ctx, 0
+    klds: list[float] = []
+    for start in range(0, len(caches), TOGETHER):
+        group = caches[start : start + TOGETHER]
+        with ExitStack() as stack:
+            others = [stack.enter_context(engine.open(cache, plan.n_ctx, engine.logit_rows())) for cache in group]
+            base = stack.enter_context(engine.open(F16, plan.n_ctx, engine.logit_rows()))
+
+            def on_tokens(count: int) -> None:
+                nonlocal done
+                done += count * len(group)
+                update(done, total)
+
+            scores = [score_chunk(base, others, piece, plan.first, on_tokens) for piece in pieces]
+        klds += [float(np.mean([chunk[i].kld.mean() for chunk in scores])) for i in range(len(group))]
+    options = [
+        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), max(0.0, kld))
+        for (layer, side, kind), kld in zip(asked, klds)
+    ]
+    options += [Option(layer, side, "f16", allocated(profiles, layer, side, "f16", cells[layer]), 0.0) for layer in profiles.owners for side in SIDES]
+    return options
+
+
+def allocated(profiles: Profiles, layer: int, side: str, kind: str, cells: int) -> int:
+    """Bytes of one side of one layer; keys bring their maps."""
+    found = profiles.base.statistics[layer]
+    size = found.k_size if side == "k" else found.v_size
+    maps = profiles.maps(layer, kind).nbytes if side == "k" else 0
+    return cells * cache_type(kind).row_bytes(found.heads * size) + maps
+
+
+def values_of(profiles: Profiles, cells: Mapping[int, int]) -> int:
+    """Values that the cache holds, K and V."""
+    return sum(cells[layer] * found.heads * (found.k_size + found.v_size) for layer, found in profiles.base.statistics.items())
+
+
+def choose(options: Iterable[Option], budget: int, values: int) -> Tuned:
+    """The options with the least sum of distances within ``budget`` bytes, one for each layer and side.
+
+    Raises KvfmtError, with the least that is possible, if nothing fits.
+    """
+    options = tuple(options)
+    places = sorted({(o.layer, o.side) for o in options})
+    least = sum(min(o.n_bytes for o in options if (o.layer, o.side) == place) for place in places)
+    if least > budget:
+        raise KvfmtError(
+            f"{budget / 2**20:.2f} MiB are less than the smallest cache of these types, {least / 2**20:.2f} MiB ({8 * least / values:.3f} bits/value)",
+            "Give more bits, or a longer context, over which the maps spread.",
+        )
+    one_each = np.array([[float((o.layer, o.side) == place) for o in options] for place in places])
+    n_bytes = np.array([o.n_bytes for o in options], np.float64)
+    # In units of the budget, so that the solver's tolerance means something; one part in a million is left free for it.
+    found = milp(
+        np.array([o.kld for o in options]),
+        integrality=np.ones(len(options)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint((n_bytes / budget)[None, :], 0, 1 - 1e-6 if least < budget * (1 - 1e-6) else 1)],
+    )
+    if found.x is None:
+        raise KvfmtError(f"no choice was found: {found.message}", "Report it.")
+    chosen = tuple(o for o, x in zip(options, found.x) if x > 0.5)
+    return Tuned(chosen, sum(o.kld for o in chosen), 8 * sum(o.n_bytes for o in chosen) / values)
+
+
+def uniform(options: Iterable[Option], k: str, v: str, values: int) -> Tuned:
+    """The same types in every layer."""
+    chosen = tuple(o for o in options if o.type == (k if o.side == "k" else v))
+    return Tuned(chosen, sum(o.kld for o in chosen), 8 * sum(o.n_bytes for o in chosen) / values)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What ``tune`` made: the profile, the choice, all options, and the best uniform choice of the same size or less, if there is one."""
+
+    profile: Profile
+    tuned: Tuned
+    options: tuple[Option, ...]
+    best_uniform: Optional[tuple[str, Tuned]]
+
+
+def tune(
+    engine: Engine,
+    subject: ModelFile,
+    base: Profile,
+    text: Text,
+    plan: Plan,
+    n_ctx: int,
+    bits: Optional[float],
+    memory: Optional[int],
+    candidates: Mapping[str, Sequence[str]] = CANDIDATES,
+    update: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Chooses types for a context of ``n_ctx`` tokens under ``bits`` per value or ``memory`` bytes, one of which is None.
+
+    Raises KvfmtError for a profile of another model, a type that does not fit, a budget that nothing fits.
+    """
+    base.check_model(subject.path)
+    profiles = Profiles(base)
+    if (bits is None) == (memory is None):
+        raise KvfmtError("a budget is needed, and only one", "Give --bits, or --memory and --context.")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        cells = cells_of(engine, profiles, n_ctx, scratch)
+        values = values_of(profiles, cells)
+        budget = int(bits * values / 8) if bits is not None else memory
+        options = measure(engine, profiles, text, plan, cells, candidates, scratch, update)
+    tuned = choose(options, budget, values)
+    pairs = [(f"{k}/{v}", uniform(options, k, v, values)) for k in (*candidates["k"], "f16") for v in (*candidates["v"], "f16")]
+    fitting = [pair for pair in pairs if pair[1].bits_per_value * values / 8 <= budget * (1 + 1e-9)]
+    best = min(fitting, key=lambda pair: pair[1].predicted) if fitting else None
+    layers = base.layers
+    profile = profiles.make(
+        tuned.types("k", layers), tuned.types("v", layers), f"{subject.name}, tuned to {tuned.bits_per_value:.2f} bits at {n_ctx} tokens",
+        {"tuned.bits": tuned.bits_per_value, "tuned.context": n_ctx, "tuned.text.name": text.name, "tuned.text.sha256": text.sha256, "tuned.predicted": tuned.predicted},
+    )
+    return Outcome(profile, tuned, tuple(options), best)

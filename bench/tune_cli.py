@@ -1,0 +1,102 @@
+"""``kvfmt tune``: what is asked for, and what is shown. The work is in bench/tune.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Optional
+
+import typer
+from rich import box
+from rich.table import Table
+
+from kvfmt.cli import plain_errors
+from kvfmt.errors import KvfmtError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def size_of(text: str, what: str) -> int:
+    """"2GiB", "900M", "32k" -> a whole number, in powers of 1,024. Raises KvfmtError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if match is None or not float(match[1]) > 0:
+        raise KvfmtError(f"{what} '{text}' is no size", "Write e.g. 2GiB, 900M or 32k.")
+    return int(float(match[1]) * _SIZES[match[2]])
+
+
+@app.command()
+@plain_errors
+def tune(
+    model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
+    bits: Optional[float] = typer.Option(None, min=0.1, max=16, help="budget in allocated bits per value, maps counted"),
+    memory: Optional[str] = typer.Option(None, help="budget for the whole cache instead, e.g. 2GiB; needs --context"),
+    context: Optional[str] = typer.Option(None, help="tokens that the budget is for, e.g. 32k; default: the model's, at most 32k"),
+    profile: Optional[Path] = typer.Option(None, help="what `kvfmt calibrate` wrote; default: calibrated now"),
+    text: str = typer.Option("cpp", help="'docs', 'cpp' or a text file to measure on; not the one that you judge by"),
+    n_ctx: int = typer.Option(512, min=64, help="tokens of a chunk"),
+    chunks: int = typer.Option(1, min=1, help="chunks of the text"),
+    k: Optional[str] = typer.Option(None, "--k", help="candidates for K, separated by commas"),
+    v: Optional[str] = typer.Option(None, "--v", help="candidates for V"),
+    output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.tuned.kvprofile.gguf in this folder"),
+    threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
+) -> None:
+    """Choose a cache type for each layer under a budget, by what each costs, and write it into a profile."""
+    from bench import quality
+    from bench import tune as work
+    from bench.engine import Engine
+    from kvfmt import calibrate
+    from kvfmt.build.console import console, progress, step
+    from kvfmt.policy import cache_type
+    from kvfmt.profile import Profile
+    from kvfmt.subjects import find_model, find_text
+
+    candidates = {side: tuple(given.split(",")) if given else work.CANDIDATES[side] for side, given in (("k", k), ("v", v))}
+    for name in {name for names in candidates.values() for name in names}:
+        cache_type(name)
+    if (bits is None) == (memory is None):
+        raise KvfmtError("a budget is needed, and only one", "Give --bits, or --memory and --context.")
+    if memory is not None and context is None:
+        raise KvfmtError("--memory says nothing without --context", "Give the tokens that have to fit, e.g. --context 32k.")
+    budget = size_of(memory, "memory") if memory is not None else None
+    subject, measured_on = find_model(model), find_text(text)
+    target = output or Path(f"{subject.name}.tuned.kvprofile.gguf")
+    if profile is not None:
+        base = Profile.read(profile)
+        base.check_model(subject.path)
+    else:
+        with progress(f"{subject.name}: calibration on {measured_on.name}", 1) as update:
+            base = calibrate.calibrate(subject, [measured_on], None, calibrate.TOKENS, threads=threads, update=update).profile
+    with Engine(subject.path, threads) as engine:
+        tokens = size_of(context, "context") if context else min(engine.n_ctx_train, 32768)
+        engine.check_ctx(tokens)
+        with progress(f"{subject.name}: each layer alone on {measured_on.name}", 1) as update:
+            made = work.tune(
+                engine, subject, base, measured_on, quality.make_plan(n_ctx, chunks, None), tokens, bits, budget, candidates, update
+            )
+    made.profile.write(target)
+    console.print(table(made))
+    console.print(f"{made.tuned.bits_per_value:.3f} bits/value at {tokens} tokens, {made.profile.sidecar_bytes / 2**20:.2f} MiB of maps counted; "
+                  f"sum of the layers' KLD {made.tuned.predicted:.4f}")
+    if made.best_uniform:
+        name, best = made.best_uniform
+        console.print(f"best of one pair for all layers within the budget: {name}, {best.bits_per_value:.3f} bits/value, sum {best.predicted:.4f}")
+    step(f"profile: {target}; measure it: kvfmt bench quality --model {model} --caches @{target}")
+
+
+def table(made) -> Table:
+    """Types and costs by layer."""
+    chosen = {(o.layer, o.side): o for o in made.tuned.options}
+    kinds = {side: sorted({o.type for o in made.options if o.side == side and o.type != "f16"}, key=lambda t: min(o.n_bytes for o in made.options if o.side == side and o.type == t)) for side in "kv"}
+    found = {(o.layer, o.side, o.type): o.kld for o in made.options}
+    shown = Table(title="KLD of each layer alone, by type", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+    for title in ("layer", "K", *kinds["k"], "V", *kinds["v"]):
+        shown.add_column(title, justify="left" if title in "KV" else "right", no_wrap=True)
+    for layer in sorted({o.layer for o in made.options}):
+        cells = [str(layer)]
+        for side in "kv":
+            cells.append(f"[bold]{chosen[layer, side].type}[/bold]")
+            cells += [f"{found[layer, side, kind]:.4f}" for kind in kinds[side]]
+        shown.add_row(*cells)
+    return shown
