@@ -66,6 +66,9 @@ class BlockSpec:
 
     ``rounding`` names the arithmetic rules in one sentence each; they are part of
     the hash, because two implementations that round differently are two formats.
+
+    ``type_id`` stands for layout and decoder, for ever: another layout takes a new id. ``version`` counts what the
+    encoder chooses under that id: blocks of an older version decode as they always did.
     """
 
     name: str
@@ -79,6 +82,8 @@ class BlockSpec:
     rounding: tuple[str, ...]
     roles: tuple[str, ...]
     summary: str
+    #: The stored scale keeps <x, decoded> = <x, x>, for values that are averaged, instead of minimising the error.
+    unbiased: bool = False
 
     def __post_init__(self) -> None:
         if not PRIVATE_ID_BASE <= self.type_id < PRIVATE_ID_END:
@@ -124,6 +129,8 @@ class BlockSpec:
         record = dataclasses.asdict(self)
         for key in ("summary", "roles"):
             del record[key]
+        if not self.unbiased:  # formats that are older than the property keep their hashes
+            del record["unbiased"]
         for part in (*record["fields"], *record["tables"]):
             del part["meaning"]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))
