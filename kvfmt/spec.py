@@ -66,6 +66,9 @@ class BlockSpec:
 
     ``rounding`` names the arithmetic rules in one sentence each; they are part of
     the hash, because two implementations that round differently are two formats.
+
+    ``type_id`` stands for layout and decoder, for ever: another layout takes a new id. ``version`` counts what the
+    encoder chooses under that id: blocks of an older version decode as they always did.
     """
 
     name: str
@@ -81,6 +84,8 @@ class BlockSpec:
     summary: str
     #: The block treats its values unequally, so only a profile that orders the channels for it can use it.
     needs_profile: bool = False
+    #: The stored scale keeps <x, decoded> = <x, x>, for values that are averaged, instead of minimising the error.
+    unbiased: bool = False
 
     def __post_init__(self) -> None:
         if not PRIVATE_ID_BASE <= self.type_id < PRIVATE_ID_END:
@@ -126,8 +131,10 @@ class BlockSpec:
         record = dataclasses.asdict(self)
         for key in ("summary", "roles"):
             del record[key]
-        if not self.needs_profile:  # formats from before there was the flag keep their hash
-            del record["needs_profile"]
+        for flag in ("needs_profile", "unbiased"):
+            # Formats that are older than a flag keep their hash.
+            if not record[flag]:
+                del record[flag]
         for part in (*record["fields"], *record["tables"]):
             del part["meaning"]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))

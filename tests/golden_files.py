@@ -15,8 +15,15 @@ ROOT = Path(__file__).resolve().parent / "golden"
 N_RANDOM = 200
 
 
-def folder(fmt: Format) -> Path:
-    return ROOT / fmt.spec.name / f"v{fmt.spec.version}"
+def folder(fmt: Format, version: int | None = None) -> Path:
+    """Of the format's own version, or of an older one."""
+    return ROOT / fmt.spec.name / f"v{version or fmt.spec.version}"
+
+
+def older_versions(fmt: Format) -> list[int]:
+    """Recorded versions before the format's own."""
+    found = sorted(int(path.name[1:]) for path in (ROOT / fmt.spec.name).glob("v*"))
+    return [version for version in found if version < fmt.spec.version]
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,9 @@ def facts(fmt: Format, x: np.ndarray, blocks: np.ndarray) -> dict:
     }
 
 
-def load(fmt: Format) -> Golden:
+def load(fmt: Format, version: int | None = None) -> Golden:
     """Raises FileNotFoundError with the command that records if there is none."""
-    where = folder(fmt)
+    where = folder(fmt, version)
     if not (where / "facts.json").is_file():
         raise FileNotFoundError(
             f"no golden bytes at {where}; once the format is final: python -m tests.golden.record {fmt.spec.name}"

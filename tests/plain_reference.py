@@ -39,7 +39,20 @@ def normalised(x: Sequence[float]) -> tuple[float, list[int]] | None:
     return amax, [round(f32(v * inverse)) for v in values]
 
 
-def lloyd_codes(x: Sequence[float], levels: Sequence[int], grid: Sequence[Sequence[int]]) -> tuple[float, list[tuple[int, int]]] | None:
+def scale_of(xi: Sequence[int], levels: Sequence[int], unbiased: bool, unit: float) -> float:
+    """f16 scale of normalised values and the levels chosen for them; ``unit``: amax over 32767 levels, float32."""
+    explained = sum(v * level for v, level in zip(xi, levels))
+    if explained <= 0:
+        return 0.0
+    ratio = f32(f32(explained) / f32(sum(level**2 for level in levels)))
+    if unbiased:
+        ratio = min(f32(f32(sum(v**2 for v in xi)) / f32(explained)), 2 * ratio)
+    return f16_of_scale(f32(ratio * unit))
+
+
+def lloyd_codes(
+    x: Sequence[float], levels: Sequence[int], grid: Sequence[Sequence[int]], unbiased: bool = False
+) -> tuple[float, list[tuple[int, int]]] | None:
     """(f16 scale, (magnitude index, sign) of each value), or None for the zero block. ``levels``: the positive ones."""
     found = normalised(x)
     if found is None:
@@ -52,10 +65,9 @@ def lloyd_codes(x: Sequence[float], levels: Sequence[int], grid: Sequence[Sequen
         energy = sum(levels[i] ** 2 for i in index)
         score = f32(f32(f32(explained) * f32(explained)) / f32(energy))
         if best is None or score > best[0]:
-            best = score, explained, energy, index
-    _, explained, energy, index = best
-    ratio = f32(f32(explained) / f32(energy))
-    scale = f16_of_scale(f32(ratio * f32(amax * f32(64 / 32767))))
+            best = score, index
+    index = best[1]
+    scale = scale_of([abs(v) for v in xi], [levels[i] for i in index], unbiased, f32(amax * f32(64 / 32767)))
     if scale == 0:
         return None
     return scale, [(i, int(v < 0)) for v, i in zip(xi, index)]
@@ -75,7 +87,7 @@ def _scale(value: float) -> bytes:
 
 
 def encode_kvq2(x, levels, grid) -> bytes:
-    found = lloyd_codes(x, levels, grid)
+    found = lloyd_codes(x, levels, grid, unbiased=True)
     if found is None:
         return bytes(18)
     scale, codes = found
@@ -166,7 +178,7 @@ def _e8_word(y: Sequence[int], tables: dict) -> tuple[int, list[int], list[int],
     return best
 
 
-def encode_e8(x: Sequence[float], tables: dict) -> bytes:
+def encode_e8(x: Sequence[float], tables: dict, unbiased: bool) -> bytes:
     """``tables``: those of the spec, nested lists by name."""
     dim = len(tables["classes"][0])
     size = 2 + 64 // dim + 8
@@ -203,9 +215,7 @@ def encode_e8(x: Sequence[float], tables: dict) -> bytes:
             rows.append(row_index[part + (odd_class[tuple(sorted(part, reverse=True))],)])
         signs.append(sum(s << i for i, s in enumerate(sign)))
         levels += [(-m if s else m) + direction * tables["shift"][0] for m, s in zip(magnitude, sign)]
-    explained = max(0, sum(v * level for v, level in zip(xi, levels)))
-    ratio = f32(f32(explained) / f32(sum(level**2 for level in levels)))
-    scale = f16_of_scale(f32(ratio * f32(amax * f32(16 / 32767))))
+    scale = scale_of(xi, levels, unbiased, f32(amax * f32(16 / 32767)))
     return _scale(scale) + bytes(rows) + bytes(signs) if scale else bytes(size)
 
 

@@ -18,6 +18,7 @@ from kvfmt.bindings import open_model
 from kvfmt.build.corpus import corpus
 from kvfmt.build.models import fetch_model
 from kvfmt.cli import app
+from kvfmt.distortion import block_errors
 from kvfmt.errors import KvfmtError
 from kvfmt.listing import format_table
 from kvfmt.transform import hadamard, rotation_size
@@ -115,7 +116,30 @@ def test_errors_count_against_each_rows_own_power():
     mixed = rows * np.exp2(rng.integers(-4, 5, (400, 1))).astype(np.float32)
     for fmt in registry.all_formats():
         plain = ladder.relative_mse(fmt, ladder.rows_source("rows", rows))
-        assert ladder.relative_mse(fmt, ladder.rows_source("mixed", mixed)) == pytest.approx(plain, rel=1e-6)
+        found = ladder.relative_mse(fmt, ladder.rows_source("mixed", mixed))
+        assert (found.codes, found.stored) == pytest.approx((plain.codes, plain.stored), rel=1e-6)
+
+
+@pytest.mark.parametrize("fmt", registry.all_formats(), ids=lambda f: f.spec.name)
+def test_the_error_at_the_best_scale_is_the_least_over_scales(fmt):
+    """Against a plain search over scales, and what is stored against decoding; zero blocks count in full."""
+    x = np.random.default_rng(3).standard_t(4, (50, 128)).astype(np.float32)
+    x[0, :64] = 1e-12
+    x[1] = 0
+    codes, stored = block_errors(fmt, x)
+    assert codes.shape == stored.shape == (50, 2)
+    blocks, decoded = (v.astype(np.float64).reshape(50, 2, 64) for v in (x, fmt.decode(fmt.encode(x))))
+    assert stored == pytest.approx(np.square(decoded - blocks).sum(axis=2), rel=1e-12)
+    tried = [np.square(factor * decoded - blocks).sum(axis=2) for factor in np.linspace(0, 2, 8001)]
+    assert codes == pytest.approx(np.min(tried, axis=0), rel=2e-5) and (codes <= stored * (1 + 1e-12)).all()
+    assert codes[0, 0] == pytest.approx(64e-24, rel=1e-5) and codes[1, 0] == 0
+
+
+def test_the_ladder_prints_the_error_as_stored_where_it_differs():
+    table = ladder.ladder_table(ladder.climb(ladder.known_sources(64 * 500)))
+    names = {cell.split("\n")[0]: cell for cell in table.columns[0].cells}
+    assert {name for name, cell in names.items() if cell.endswith("\nstored")} == {"kvq2", "kve8_2", "kvnf4"}
+    assert all(cell.count("\n") == head.count("\n") for head, cell in zip(names.values(), table.columns[1].cells))
 
 
 def test_rows_of_zeros_are_left_out():

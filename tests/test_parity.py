@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from blocks import assert_same_blocks, assert_same_floats
-from edge_inputs import edge_rows, random_rows, structured_rows, tie_rows
+from edge_inputs import edge_rows, random_rows, rounding_rows, structured_rows, tie_rows
 from ggml_lib import GGML_TYPE_F16, GGML_TYPE_F32, GGML_TYPE_I32, GGML_TYPE_I64, GGML_TYPE_Q8_0, Graph, pointer
 
 from kvfmt import registry
@@ -30,10 +30,11 @@ def _inputs(name: str, kind: str) -> np.ndarray:
         "random": lambda: random_rows(6000, 31),
         "gaussian": lambda: np.random.default_rng(32).standard_normal((6000, 64)).astype(np.float32),
         "structured": lambda: structured_rows(2100, 33),
+        "rounding": lambda: rounding_rows(BY_NAME[name]),
     }[kind]()
 
 
-each_kind = pytest.mark.parametrize("kind", ["edge", "ties", "random", "gaussian", "structured"])
+each_kind = pytest.mark.parametrize("kind", ["edge", "ties", "random", "gaussian", "structured", "rounding"])
 
 
 def _some_blocks(fmt, n: int, seed: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from relink import relink
 
 #: x86-64-v3 is AVX2 with FMA. The baseline takes every scalar branch.
 LEVELS = ["x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else []
-WHICH = "(encoders or decoders) and random or vec_dot or everything and rows"
+WHICH = "(encoders or decoders) and (random or rounding) or vec_dot or everything and rows"
 
 
 @pytest.mark.parametrize("march", LEVELS)

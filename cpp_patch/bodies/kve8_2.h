@@ -10,6 +10,7 @@ KVQ_FN void kve8_2_encode(const float * x, block_kve8_2 * y) {
     const kvq_e8_book book = {
         KVE8_2_CLASSES_ROWS, KVE8_2_STEP_COUNT, kve8_2_base[0], kve8_2_shift[0], &kve8_2_classes[0][0],
         &kve8_2_digits[0][0], kve8_2_norms, kve8_2_row_of, kve8_2_step, kve8_2_weight, kve8_2_start,
+        KVE8_2_UNBIASED,
     };
     memset(y, 0, sizeof(*y));
     y->d = kvq_e8_encode(x, &book, KVE8_2_DIM, y->rows, y->signs);

@@ -10,6 +10,7 @@ KVQ_FN void kve8_3_encode(const float * x, block_kve8_3 * y) {
     const kvq_e8_book book = {
         KVE8_3_CLASSES_ROWS, KVE8_3_STEP_COUNT, kve8_3_base[0], kve8_3_shift[0], &kve8_3_classes[0][0],
         &kve8_3_digits[0][0], kve8_3_norms, kve8_3_row_of, kve8_3_step, kve8_3_weight, kve8_3_start,
+        KVE8_3_UNBIASED,
     };
     memset(y, 0, sizeof(*y));
     y->d = kvq_e8_encode(x, &book, KVE8_3_DIM, y->rows, y->signs);

@@ -7,7 +7,7 @@
 KVQ_FN void kvq2_encode(const float * x, block_kvq2 * y) {
     uint8_t codes[KVQ2_BLOCK];
     memset(y, 0, sizeof(*y));
-    y->d = kvq_lloyd_search(x, codes, kvq2_levels, 2, &kvq2_grid[0][0], KVQ2_GRID_ROWS);
+    y->d = kvq_lloyd_search(x, codes, kvq2_levels, 2, &kvq2_grid[0][0], KVQ2_GRID_ROWS, KVQ2_UNBIASED);
     if (y->d == 0) {
         return;
     }

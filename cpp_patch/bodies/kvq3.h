@@ -7,7 +7,7 @@
 KVQ_FN void kvq3_encode(const float * x, block_kvq3 * y) {
     uint8_t codes[KVQ3_BLOCK];
     memset(y, 0, sizeof(*y));
-    y->d = kvq_lloyd_search(x, codes, kvq3_levels, 4, &kvq3_grid[0][0], KVQ3_GRID_ROWS);
+    y->d = kvq_lloyd_search(x, codes, kvq3_levels, 4, &kvq3_grid[0][0], KVQ3_GRID_ROWS, KVQ3_UNBIASED);
     if (y->d == 0) {
         return;
     }

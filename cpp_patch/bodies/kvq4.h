@@ -7,7 +7,7 @@
 KVQ_FN void kvq4_encode(const float * x, block_kvq4 * y) {
     uint8_t codes[KVQ4_BLOCK];
     memset(y, 0, sizeof(*y));
-    y->d = kvq_lloyd_search(x, codes, kvq4_levels, 8, &kvq4_grid[0][0], KVQ4_GRID_ROWS);
+    y->d = kvq_lloyd_search(x, codes, kvq4_levels, 8, &kvq4_grid[0][0], KVQ4_GRID_ROWS, KVQ4_UNBIASED);
     if (y->d != 0) {
         kvq_pack_nibbles(codes, y->qs);
     }

@@ -19,6 +19,7 @@ typedef struct {
     const int32_t * step;
     const int32_t * weight;
     const int32_t * start;
+    bool            unbiased; // the stored scale
 } kvq_e8_book;
 
 // What a candidate scale chose. The lanes of a table row are the block's rows: 8 of 8 values, or 16 of 4.
@@ -309,7 +310,7 @@ KVQ_FN_CONST uint16_t kvq_e8_encode(const float * x, const kvq_e8_book * book, i
     }
     // 16 / 32767: the block counts amax as 32767 and a level as 2^-4 of the scale
     const float unit = KVQ_MUL(amax, 16.0f / 32767.0f);
-    return kvq_scale_to_f16(KVQ_MUL(KVQ_DIV((float) (s > 0 ? s : 0), (float) c), unit));
+    return kvq_scale_to_f16(KVQ_MUL(kvq_scale_ratio(square, s, c, book->unbiased), unit));
 }
 
 // Level of value i. Bit 7 of a row's magnitudes says that the row is odd.

@@ -6,10 +6,10 @@
 #define KVQ_LLOYD_BLOCK 64
 
 // Chooses a sign-magnitude code for each of 64 values. Returns the scale as f16 bits, 0 for the zero block.
-// levels: the `half` positive levels first. grid: n_grid rows of half - 1 magnitude thresholds.
+// levels: the `half` positive levels first. grid: n_grid rows of half - 1 magnitude thresholds. unbiased: as in the spec.
 // int16 throughout, so that compilers reach for multiply-add of 16-bit lanes.
 KVQ_FN uint16_t kvq_lloyd_search(const float * x, uint8_t * codes, const int8_t * levels, int half,
-                                 const int16_t * grid, int n_grid) {
+                                 const int16_t * grid, int n_grid, bool unbiased) {
     const float amax = kvq_amax(x, KVQ_LLOYD_BLOCK);
     if (amax == 0.0f) {
         return 0;
@@ -51,9 +51,13 @@ KVQ_FN uint16_t kvq_lloyd_search(const float * x, uint8_t * codes, const int8_t 
         }
     }
 
+    int64_t square = 0;
+    for (int i = 0; i < KVQ_LLOYD_BLOCK; ++i) {
+        square += (int32_t) mag[i] * mag[i];
+    }
     // 64 / 32767: the block counts amax as 32767 and a level as 2^-6 of the scale
     const float    unit = KVQ_MUL(amax, 64.0f / 32767.0f);
-    const uint16_t d    = kvq_scale_to_f16(KVQ_MUL(KVQ_DIV((float) best_s, (float) best_c), unit));
+    const uint16_t d    = kvq_scale_to_f16(KVQ_MUL(kvq_scale_ratio(square, best_s, best_c, unbiased), unit));
     const int16_t * threshold = grid + winner * (half - 1);
     for (int i = 0; i < KVQ_LLOYD_BLOCK; ++i) {
         uint8_t code = kvq_is_negative(x[i], mag[i]) ? (uint8_t) half : 0;

@@ -10,6 +10,7 @@
 #    define KVQ_MUL(a, b) __fmul_rn((a), (b))
 #    define KVQ_DIV(a, b) __fdiv_rn((a), (b))
 #    define KVQ_ADD(a, b) __fadd_rn((a), (b))
+#    define KVQ_FROM_I64(v) __ll2float_rn(v)
 #else
 #    if defined(__FAST_MATH__)
 #        error "the kvq formats need exact float arithmetic: build without fast math"
@@ -17,6 +18,7 @@
 #    define KVQ_MUL(a, b) ((a) * (b))
 #    define KVQ_DIV(a, b) ((a) / (b))
 #    define KVQ_ADD(a, b) ((a) + (b))
+#    define KVQ_FROM_I64(v) ((float) (v)) // to nearest even, as every float operation here
 #endif
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
@@ -120,4 +122,19 @@ KVQ_FN int32_t kvq_normalised(float x, float inverse) {
 // A value that normalises to zero counts as non-negative, whatever its sign bit.
 KVQ_FN bool kvq_is_negative(float x, int32_t normalised) {
     return normalised != 0 && (kvq_bits(x) >> 31) != 0;
+}
+
+// Scale of a block in units of amax and levels: square = sum xi^2 (36 bits), s = sum xi level, c = sum level^2.
+// Unbiased: <x, decoded> = <x, x>, but at most twice the least-squares scale, where the error reaches the block's energy.
+KVQ_FN float kvq_scale_ratio(int64_t square, int32_t s, int32_t c, bool unbiased) {
+    if (s <= 0) {
+        return 0.0f;
+    }
+    const float least = KVQ_DIV((float) s, (float) c);
+    if (!unbiased) {
+        return least;
+    }
+    const float ratio = KVQ_DIV(KVQ_FROM_I64(square), (float) s);
+    const float most  = KVQ_ADD(least, least);
+    return ratio < most ? ratio : most;
 }

@@ -1,4 +1,7 @@
-"""kve8_2: E8 lattice words of 16 bits for 8 values, one f16 scale per 64 values, 2.25 bits per value. Meant for V."""
+"""kve8_2: E8 lattice words of 16 bits for 8 values, one f16 scale per 64 values, 2.25 bits per value. Meant for V.
+
+Version 2 stores the unbiased scale (see :mod:`._lloyd`); words, layout and decoder are those of version 1.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ BOOK = _e8.Codebook(
 SPEC = BlockSpec(
     name="kve8_2",
     type_id=774,
-    version=1,
+    version=2,
     block=_e8.BLOCK,
     fields=(
         Field("d", "f16", 1, "scale"),
@@ -36,11 +39,12 @@ SPEC = BlockSpec(
     ),
     tables=BOOK.tables(),
     level_shift=_e8.LEVEL_SHIFT,
-    rounding=_e8.ROUNDING,
+    rounding=_e8.ROUNDING_UNBIASED,
     roles=("V", "K"),
     summary="E8, 16 bits for 8",
+    unbiased=True,
 )
 
-encode_block, decode_levels, SCRATCH = _e8.make_kernels(BOOK, SPEC.tables)
+encode_block, decode_levels, SCRATCH = _e8.make_kernels(BOOK, SPEC.tables, SPEC.unbiased)
 
 FORMAT = Format(SPEC, *make_drivers(encode_block, decode_levels, SPEC.block, SPEC.size, SPEC.level_shift, SCRATCH))

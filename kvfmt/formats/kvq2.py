@@ -1,4 +1,7 @@
-"""kvq2: 2-bit Lloyd-Max codes, one f16 scale per 64 values, 2.25 bits per value. Meant for V."""
+"""kvq2: 2-bit Lloyd-Max codes, one f16 scale per 64 values, 2.25 bits per value. Meant for V.
+
+Version 2 stores the unbiased scale (see :mod:`._lloyd`); codes, layout and decoder are those of version 1.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _grid = _lloyd.grid_thresholds(LEVELS, 12, 0.45, 1.15)
 SPEC = BlockSpec(
     name="kvq2",
     type_id=770,
-    version=1,
+    version=2,
     block=_lloyd.BLOCK,
     fields=(
         Field("d", "f16", 1, "scale"),
@@ -25,13 +28,14 @@ SPEC = BlockSpec(
     ),
     tables=_lloyd.lloyd_tables(LEVELS, _grid),
     level_shift=_lloyd.LEVEL_SHIFT,
-    rounding=_lloyd.ROUNDING,
+    rounding=_lloyd.ROUNDING_UNBIASED,
     roles=("V", "K"),
     summary="2-bit Lloyd-Max",
+    unbiased=True,
 )
 
 _levels = np.array(SPEC.table("levels").values, np.int32)
-_search = _lloyd.make_search(LEVELS, _grid)
+_search = _lloyd.make_search(LEVELS, _grid, SPEC.unbiased)
 
 
 @jit

@@ -1,7 +1,7 @@
 """Freezes what a format encodes today: python -m tests.golden.record FORMAT. Never overwrites.
 
-Once recorded, these bytes must decode for ever. Another layout or rounding is a new version of the format with
-a new type id, and its own record.
+Once recorded, these bytes must decode for ever. A format whose encoder chooses otherwise under the same layout and decoder
+is a new version, with its own record beside the old one; another layout or decoder also takes a new type id.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     target = files.folder(fmt)
     if target.exists():
         print(
-            f"error: {target} is recorded already. If {fmt.spec.name} changed, raise its version and take a new type id.",
+            f"error: {target} is recorded already. If {fmt.spec.name} changed, raise its version; if old blocks would decode"
+            " to other values, take a new type id too.",
             file=sys.stderr,
         )
         return 1
