@@ -1,0 +1,122 @@
+"""kvfmt tune: the choice is optimal, the budget is held by what llama.cpp allocates, and what cannot be tuned is said."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import random_gguf
+from bench import quality
+from bench import tune as t
+from bench.caches import Cache
+from bench.engine import Engine
+from bench.tune_cli import app, size_of
+from kvfmt.calibrate import calibrate
+from kvfmt.errors import KvfmtError
+from kvfmt.profile import Profile
+from kvfmt.subjects import ModelFile, Text, find_model
+
+TEXT = Text("words", " ".join(f"The {a} {b} of {a * b} words, said {chr(65 + a)}." for a in range(40) for b in range(40)))
+CANDIDATES = {"k": ("kvt3", "q8_0"), "v": ("kve8_2", "q8_0")}
+
+
+def options(seed: int, layers: int = 3) -> list[t.Option]:
+    rng = np.random.default_rng(seed)
+    sizes = {"a": 26, "b": 34, "c": 128}
+    return [
+        t.Option(layer, side, name, size, float(rng.uniform(0, 1) / size))
+        for layer in range(layers) for side in t.SIDES for name, size in sizes.items()
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("bits", (0.3, 0.5, 1.1))
+def test_the_choice_is_the_best_of_all(seed, bits):
+    given = options(seed)
+    places = sorted({(o.layer, o.side) for o in given})
+    budget = int(bits * 6 * 128 * 8 / 8)
+    every = itertools.product(*[[o for o in given if (o.layer, o.side) == place] for place in places])
+    least = min(sum(o.kld for o in pick) for pick in every if sum(o.n_bytes for o in pick) <= budget)
+    found = t.choose(given, budget, 1000)
+    assert found.predicted == pytest.approx(least)
+    assert sum(o.n_bytes for o in found.options) <= budget
+    assert found.bits_per_value == pytest.approx(8 * sum(o.n_bytes for o in found.options) / 1000)
+
+
+def test_exactly_the_smallest_fits_and_a_byte_less_does_not():
+    given = options(1)
+    assert {o.type for o in t.choose(given, 6 * 26, 1000).options} == {"a"}
+    with pytest.raises(KvfmtError, match="less than the smallest cache"):
+        t.choose(given, 6 * 26 - 1, 1000)
+
+
+@pytest.mark.parametrize(("text", "size"), (("2GiB", 2 << 30), ("900M", 900 << 20), ("32k", 32768), ("4096", 4096), ("1.5g", 3 << 29)))
+def test_sizes(text, size):
+    assert size_of(text, "memory") == size
+
+
+@pytest.mark.parametrize("text", ("", "-1", "0", "lots", "3 TB"))
+def test_no_sizes(text):
+    with pytest.raises(KvfmtError, match="is no size"):
+        size_of(text, "memory")
+
+
+def subject_of(path) -> ModelFile:
+    return find_model(str(path))
+
+
+@pytest.mark.parametrize("kind", ("llama", "iswa", "hybrid"))
+def test_the_budget_is_what_llama_allocates(tmp_path, kind):
+    path = getattr(random_gguf, kind)(tmp_path / "model.gguf")
+    subject, n_ctx = subject_of(path), 512
+    base = calibrate(subject, [TEXT], (128,), 256).profile
+    with Engine(path) as engine:
+        made = t.tune(engine, subject, base, TEXT, quality.make_plan(128, 1, None), n_ctx, 7.0, None, CANDIDATES)
+        made.profile.write(tmp_path / "tuned.gguf")
+        with engine.open(Cache("", 0, tmp_path / "tuned.gguf"), n_ctx) as session:
+            allocated = session.allocated
+    assert made.tuned.bits_per_value <= 7.0
+    # The library says sizes to 0.01 MiB.
+    values = 8 * (allocated.n_bytes + allocated.sidecar_bytes) / allocated.bits_per_value
+    assert allocated.bits_per_value == pytest.approx(made.tuned.bits_per_value, abs=8 * 0.02 * 2**20 / values)
+    # More than one type is in use, or the budget was no constraint and the test nothing worth.
+    assert len({*made.profile.types_k, *made.profile.types_v} - {""}) > 1
+    again = Profile.read(tmp_path / "tuned.gguf")
+    assert again.types_k == made.profile.types_k and again.hash == made.profile.hash
+
+
+def test_layers_that_cost_more_get_more(tmp_path):
+    path = random_gguf.llama(tmp_path / "model.gguf")
+    subject = subject_of(path)
+    base = calibrate(subject, [TEXT], (128,), 256).profile
+    with Engine(path) as engine:
+        few, many = (t.tune(engine, subject, base, TEXT, quality.make_plan(128, 1, None), 512, bits, None, CANDIDATES) for bits in (6.0, 16.0))
+    assert few.tuned.predicted > many.tuned.predicted == 0
+    assert set(many.profile.types_k) == set(many.profile.types_v) == {"f16"} and not many.profile.maps
+    assert few.best_uniform is None or few.best_uniform[1].predicted >= few.tuned.predicted
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path):
+    one, other = (random_gguf.llama(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
+    base = calibrate(subject_of(one), [TEXT], (128,), 128).profile
+    with Engine(other) as engine, pytest.raises(KvfmtError, match="not for 2"):
+        t.tune(engine, subject_of(other), base, TEXT, quality.make_plan(128, 1, None), 512, 6.0, None, CANDIDATES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    (
+        ([], "a budget is needed"),
+        (["--bits", "3", "--memory", "1G"], "a budget is needed, and only one"),
+        (["--memory", "1G"], "--memory says nothing without --context"),
+        (["--bits", "3", "--k", "kvq9"], "unknown cache type 'kvq9'"),
+        (["--memory", "much", "--context", "1k"], "memory 'much' is no size"),
+    ),
+)
+def test_what_is_asked_is_checked_first(arguments, words, tmp_path):
+    found = CliRunner().invoke(app, ["no-such-model", *arguments, "-o", str(tmp_path / "p.gguf")])
+    assert found.exit_code == 1 and words in " ".join(found.output.split())
+    assert not list(tmp_path.iterdir())
