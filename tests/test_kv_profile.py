@@ -457,7 +457,6 @@ def extra(name, shape=(2, 64, 64)):
 
 
 P = "kvfmt__profile__"
-FORMATS = {"kvq4": SPECS["kvq4"].hash}
 REFUSALS = [
     (set_(general__architecture="llama"), r"general.architecture is 'llama', a profile says 'kvfmt-profile'"),
     (set_(**{P + "version": 2}), "version is 2, this build reads version 1"),
