@@ -110,8 +110,8 @@ def demo(
 def calibrate(
     model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
     text: list[str] = typer.Option(["docs", "cpp"], help="'docs', 'cpp' or a text file; may be given several times"),
-    tokens: int = typer.Option(8192, min=1, help="about so many, shared evenly by texts and context lengths"),
-    n_ctx: list[int] = typer.Option([1024], min=2, help="tokens of a context; may be given several times"),
+    tokens: int = typer.Option(16384, min=1, help="about so many, shared evenly by texts and context lengths"),
+    n_ctx: Optional[list[int]] = typer.Option(None, min=2, help="tokens of a context, as long as those you use; may be given several times; default: 1024 and 4096"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
     v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),
     kind: str = typer.Option("full", "--map", help="none (Hadamard only), pairs (a factor for each RoPE pair) or full"),
@@ -133,7 +133,7 @@ def calibrate(
     subject, texts = find_model(model), [find_text(name) for name in text]
     target = output or Path(f"{subject.name}.kvprofile.gguf")
     with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", tokens) as update:
-        made = work.calibrate(subject, texts, n_ctx, tokens, layout, kind, centre, threads, update)
+        made = work.calibrate(subject, texts, n_ctx or None, tokens, layout, kind, centre, threads, update)
     made.profile.write(target)
     bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
     if centre and bound:

@@ -297,3 +297,8 @@ def test_profiles_of_odd_models(tmp_path, kind):
     profile = Profile.read(tmp_path / "p.gguf")
     profile.check_model(path)
     assert [i for i, name in enumerate(profile.layout_k) if name] == [2, 5, 8, 10]
+
+
+def test_default_lengths_end_where_the_model_does(tmp_path):
+    path = random_gguf.llama(tmp_path / "m.gguf", n_layer=1, n_ctx=96)
+    assert c.calibrate(find_subject(path), [TEXT], None, 96, threads=1).profile.provenance["context"] == [96]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import numpy as np
 import pytest
@@ -279,7 +280,7 @@ def test_show(tmp_path):
 
     profile = make()
     assert ("hash", profile.hash[:16]) in facts(profile)
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(layer_table(profile))
     text = console.export_text()
     assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()] == ["0", "2", "3"]
