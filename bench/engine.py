@@ -96,25 +96,21 @@ class Engine(LoadedModel):
         log = "".join(self._log)
         found = perplexity.allocation(log)
         work = sum(float(size) for size in _WORK.findall(log))
-        allocated = Allocation(int(found.mib * (1 << 20)), found.sidecar, int(work * (1 << 20)), found.bits_per_value, found.policy)
+        allocated = Allocation(int(found.mib * (1 << 20)), found.sidecar, int(work * (1 << 20)), found.bits_per_value, found.bits_without_maps, found.policy)
         return Session(self, context, cache, n_ctx, rows, allocated)
 
 
 @dataclass(frozen=True)
 class Allocation:
     """What the library says it allocated, to 0.01 MiB: bytes of the cache, of a profile's maps, of the buffers for logits and for
-    computing, bits per value with all that counts (the maps too), its own words."""
+    computing, bits per value with the maps and without, its own words."""
 
     n_bytes: int
     sidecar_bytes: int
     work_bytes: int
     bits_per_value: float
+    bits_without_maps: float
     policy: tuple[str, ...]
-
-    @property
-    def bits_without_maps(self) -> float:
-        """Bits per value of the cache alone: what it tends to as the context grows."""
-        return self.bits_per_value * self.n_bytes / (self.n_bytes + self.sidecar_bytes) if self.n_bytes else self.bits_per_value
 
 
 class Session:

@@ -102,13 +102,13 @@ def provenance(text_name: str, text: str, n_ctx: int) -> dict:
 def markdown(results: dict) -> str:
     """The README's table."""
     lines = [
-        "| model | cache (K/V) | bits/value, allocated | mean KLD | 99.9 % KLD | same top token | PPL ratio |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| model | cache (K/V) | bits/value, allocated | maps, MiB | mean KLD | 99.9 % KLD | same top token | PPL ratio |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for r in results["records"]:
         s = r["statistics"]
         lines.append(
-            f"| {r['model']} | {r['title']} | {r['bits_per_value']:.2f} "
+            f"| {r['model']} | {r['title']} | {r['bits_without_maps']:.2f} | {r['maps'] / 2**20:.2f} "
             f"| {s['kld'][0]:.4f} ± {s['kld'][1]:.4f} | {s['kld_999'][0]:.3f} "
             f"| {s['same_top'][0]:.1f} ± {s['same_top'][1]:.1f} % | {s['ppl_ratio'][0]:.4f} ± {s['ppl_ratio'][1]:.4f} |"
         )
@@ -128,13 +128,13 @@ def plot(results: dict, target: Path) -> None:
         for r in results["records"]:
             if r["model"] != model or r["title"] == "f16":
                 continue
-            ours = any(part in registry._registered() for part in r["cache"]["kv"].split("/"))
+            ours = any(part in registry._registered() for part in r["cache"]["kv"].split("/")) or "@" in r["title"]
             kld, error = r["statistics"]["kld"]
             axis.errorbar(
-                r["bits_per_value"], kld, yerr=error, fmt="o" if ours else "s", color="#1f6fb4" if ours else "#888888",
+                r["bits_without_maps"], kld, yerr=error, fmt="o" if ours else "s", color="#1f6fb4" if ours else "#888888",
                 capsize=2, markersize=6,
             )
-            axis.annotate(r["title"], (r["bits_per_value"], kld), textcoords="offset points", xytext=(6, 5), fontsize=8)
+            axis.annotate(r["title"], (r["bits_without_maps"], kld), textcoords="offset points", xytext=(6, 5), fontsize=8)
         axis.set_yscale("log")
         axis.set_xlim(2, 9.8)
         axis.set_xlabel("allocated bits per value")
@@ -151,7 +151,7 @@ def main(
     n_ctx: int = typer.Option(1024, min=128),
     threads: int = typer.Option(os.cpu_count() or 1),
     text: Optional[Path] = typer.Option(None, help="a text file; default: llama.cpp's documentation"),
-    caches: Optional[str] = typer.Option(None, help="e.g. 'q8_0 kvq3/kvq2:2'; ':N' protects N layers at each end"),
+    caches: Optional[str] = typer.Option(None, help="e.g. 'q8_0 kvq3/kvq2:2 kvt3/kve8_2@{model}.gguf'; ':N' protects N layers at each end, '@' names a profile"),
     output: Path = typer.Option(RESULTS, help="JSON; records of other models in it are kept"),
     report: bool = typer.Option(False, help="measure nothing: print the table and write the plot from the JSON"),
 ) -> None:
@@ -159,7 +159,6 @@ def main(
     try:
         if not report:
             name, content = text_of(text)
-            chosen = parse_caches(caches, DEFAULT_CACHES)
             results = {**provenance(name, content, n_ctx), "records": []}
             names = chosen_models(models)
             if output.exists():
@@ -167,6 +166,7 @@ def main(
                 same = all(before.get(k) == results[k] for k in ("text_sha256", "n_ctx", "formats", "pin"))
                 results["records"] = [r for r in before["records"] if same and r["model"] not in names]
             for model in names:
+                chosen = parse_caches(caches and caches.replace("{model}", model), DEFAULT_CACHES)
                 results["records"] += measure(model, chosen, content, n_ctx, chunks, threads)
                 # After each model: what is measured is not lost if a later one is interrupted.
                 write_whole(output, json.dumps(results, indent=1) + "\n")

@@ -34,6 +34,8 @@ CHARACTERS = 16
 #: Context lengths by default. RoPE turns keys on with their position, so maps serve the lengths that they were made from: made
 #: at 1,024 tokens alone they lose most of their gain at 4,096, made at both they lose little at either (bench.calibration).
 LENGTHS = (1024, 4096)
+#: Tokens that are calibrated on if nobody says otherwise, shared by texts and lengths.
+TOKENS = 16384
 #: Queries that are looked at in a pass; they are spread evenly over it.
 QUERIES = 128
 #: How much of the noise of a 4-bit type f16 maps may add, by their rounding, before they are stored as f32.

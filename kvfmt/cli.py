@@ -109,8 +109,8 @@ def demo(
 @plain_errors
 def calibrate(
     model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
-    text: list[str] = typer.Option(["docs", "cpp"], help="'docs', 'cpp' or a text file; may be given several times"),
-    tokens: int = typer.Option(16384, min=1, help="about so many, shared evenly by texts and context lengths"),
+    text: list[str] = typer.Option(["cpp"], help="'docs', 'cpp' or a text file, best like yours, and not one that you judge by; may be given several times"),
+    tokens: Optional[int] = typer.Option(None, min=1, help="default: 16,384; about so many, shared evenly by texts and context lengths"),
     n_ctx: Optional[list[int]] = typer.Option(None, min=2, help="tokens of a context, as long as those you use; may be given several times; default: 1024 and 4096"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
     v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),
@@ -132,8 +132,9 @@ def calibrate(
     layout = geometry.layout_for(k)
     subject, texts = find_model(model), [find_text(name) for name in text]
     target = output or Path(f"{subject.name}.kvprofile.gguf")
-    with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", tokens) as update:
-        made = work.calibrate(subject, texts, n_ctx or None, tokens, layout, kind, centre, threads, update)
+    count = tokens or work.TOKENS
+    with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", count) as update:
+        made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update)
     made.profile.write(target)
     bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
     if centre and bound:

@@ -35,7 +35,10 @@ class Measured:
     """One run. ``statistics`` maps a name to (value,) or (value, standard error); same_top is in percent."""
 
     cache_mib: float
+    #: Bytes of a profile's maps; they count in ``bits_per_value``, and not in ``bits_without_maps``.
+    maps: int
     bits_per_value: float
+    bits_without_maps: float
     statistics: dict[str, tuple[float, ...]]
     policy: tuple[str, ...] = field(default=())
 
@@ -48,6 +51,7 @@ class Allocated:
     mib: float
     sidecar: int
     bits_per_value: float
+    bits_without_maps: float
     policy: tuple[str, ...]
 
 
@@ -61,8 +65,9 @@ def allocation(log: str) -> Allocated:
     sidecar = sum(int(size) for size in _SIDECAR.findall(log))
     # A cache of m MiB at b bits holds m / b units of values.
     values = sum(mib / b for mib, b in sizes if b)
-    bits = (sum(mib for mib, _ in sizes) + sidecar / (1 << 20)) / values if values else 0.0
-    return Allocated(sum(buffers), sidecar, bits, policy)
+    mib = sum(mib for mib, _ in sizes)
+    bits, alone = ((size / values if values else 0.0) for size in (mib + sidecar / (1 << 20), mib))
+    return Allocated(sum(buffers), sidecar, bits, alone, policy)
 
 
 def parse(output: str, compared: bool) -> Measured:
@@ -77,7 +82,7 @@ def parse(output: str, compared: bool) -> Measured:
     missing = (set(_STATISTICS) if compared else {"ppl"}) - set(found)
     if missing:
         raise BuildFailed(f"llama-perplexity did not print {sorted(missing)}", "Its output may have changed with the pin.")
-    return Measured(allocated.mib, allocated.bits_per_value, found, allocated.policy)
+    return Measured(allocated.mib, allocated.sidecar, allocated.bits_per_value, allocated.bits_without_maps, found, allocated.policy)
 
 
 def latest_chunk(tail: str) -> int:
