@@ -16,38 +16,12 @@ nothing here, and it would mix two rows of a weight, which quantized weights do 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 #: A pair with less than this share of the median pair's energy counts as if it had that much: what was hardly ever seen
 #: in calibration must not be blown up when another text has it.
 FLOOR = 1e-3
-
-
-def pairs(head: int, rotated: int, adjacent: bool) -> np.ndarray:
-    """Which channels must share a scale: int [head], the number of each channel's pair.
-
-    RoPE turns the first ``rotated`` channels: 2i with 2i + 1 if ``adjacent``, else i with i + rotated / 2. Each of the others is
-    its own. Raises ValueError if that is no layout of a head.
-    """
-    if not 0 <= rotated <= head or rotated % 2:
-        raise ValueError(f"RoPE over {rotated} of {head} channels")
-    half = rotated // 2
-    turned = np.repeat(np.arange(half), 2) if adjacent else np.tile(np.arange(half), 2)
-    return np.concatenate([turned, half + np.arange(head - rotated)])
-
-
-class Moments(NamedTuple):
-    """Mean squares of a layer's stored keys and of the queries that meet them, float64 [KV heads, head] each, and its RoPE.
-
-    ``rotated`` and ``adjacent`` as in ``pairs``.
-    """
-
-    keys: np.ndarray
-    queries: np.ndarray
-    rotated: int
-    adjacent: bool
 
 
 @dataclass(frozen=True)
@@ -63,6 +37,7 @@ class Scales:
 
 def best_scales(keys: np.ndarray, queries: np.ndarray, pair: np.ndarray, shared: bool = False, powers_of_two: bool = False) -> Scales:
     """Scales for a layer. ``keys``, ``queries`` float64 [KV heads, head]: mean squares; queries over a KV head's query heads.
+    ``pair`` int [head]: each channel's pair, as kvfmt.geometry.pair_of numbers them.
 
     With ``shared`` all heads get the same scales (norm weights serve all heads). The keys' total energy stays what it was, so
     that f16 holds them as before; with ``powers_of_two`` to within that. Raises ValueError for moments that are negative

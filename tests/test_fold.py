@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import random_gguf
 from converters import fold, row_scale
-from converters.gguf_header import GgufError, read_header
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as Type
 from kvfmt.errors import KvfmtError
-from kvfmt.pair_scaling import Moments, best_scales, pairs
+from kvfmt.geometry import pair_of
+from kvfmt.moments import LayerStatistics
+from kvfmt.pair_scaling import best_scales
+from kvfmt.profile import fingerprint_of, read_model
 
 TOKENS = np.random.default_rng(11).integers(3, random_gguf.N_VOCAB, 160).tolist()
 
@@ -46,19 +48,27 @@ def made(tmp_path_factory):
     return get
 
 
-def moments(header, rotated, adjacent, seed=3, spread=3.0):
-    """Uneven statistics for every layer: energies that differ by a factor of exp(spread)."""
+def statistics(keys, queries, rotated, adjacent):
+    """Of a layer whose keys and queries have these mean squares, float [KV heads, head], and no mean."""
+    heads, size = keys.shape
+    diagonal = [np.eye(size) * m[:, None, :] for m in (keys, queries)]
+    rest = np.zeros((heads, size)), np.zeros((heads, size, size)), np.zeros((heads, size))
+    return LayerStatistics(1000, 1000, np.zeros((heads, size)), *diagonal, *rest, True, rotated, adjacent)
+
+
+def uneven(file, rotated, adjacent, seed=3, spread=3.0):
+    """Statistics for every layer: energies that differ by a factor of exp(spread)."""
     rng = np.random.default_rng(seed)
     return {
-        layer.index: Moments(*np.exp(spread * rng.standard_normal((2, layer.n_head_kv, layer.head))), rotated, adjacent)
-        for layer in fold.attention_layers(header)
+        layer.index: statistics(*np.exp(spread * rng.standard_normal((2, layer.n_head_kv, layer.head))), rotated, adjacent)
+        for layer in fold.attention_layers(file)
     }
 
 
 def folded(path, target, rotated, adjacent, powers_of_two, **options):
-    header = read_header(path)
-    plan = fold.make_plan(header, moments(header, rotated, adjacent, **options), powers_of_two)
-    with fold.written(header, plan, target) as (_, rounding):
+    file = read_model(path)
+    plan = fold.make_plan(file, uneven(file, rotated, adjacent, **options), powers_of_two)
+    with fold.written(file, plan, path, target) as (_, rounding):
         pass
     return plan, rounding
 
@@ -119,9 +129,9 @@ def test_a_lopsided_model_is_evened_out(made, tmp_path):
     path, lopsided, even = made("plain"), tmp_path / "lopsided.gguf", tmp_path / "even.gguf"
     plan, _ = folded(path, lopsided, 64, True, True, spread=4.0)
     drop_fold_mark(lopsided)
-    header = read_header(lopsided)
-    measured = {i: Moments(s.key**2, s.key**-2, 64, True) for i, s in plan.scales.items()}
-    with fold.written(header, fold.make_plan(header, measured, False), even):
+    file = read_model(lopsided)
+    measured = {i: statistics(s.key**2, s.key**-2, 64, True) for i, s in plan.scales.items()}
+    with fold.written(file, fold.make_plan(file, measured, False), lopsided, even):
         pass
     reference = logits(path)
     assert np.array_equal(exact_logits(path), exact_logits(lopsided))
@@ -162,21 +172,21 @@ def test_a_type_that_nobody_knows_is_copied(made, tmp_path):
         stream.seek(at)
         stream.write(struct.pack("<I", 12345))
     folded(source, tmp_path / "folded.gguf", 64, True, True)
-    assert read_header(tmp_path / "folded.gguf").tensors["blk.1.ffn_up.weight"].type_id == 12345
+    assert read_model(tmp_path / "folded.gguf").tensors["blk.1.ffn_up.weight"].type_id == 12345
 
 
 def test_layers_without_statistics_stay(made, tmp_path):
-    header = read_header(made("plain"))
-    some = {i: m for i, m in moments(header, 64, True).items() if i != 2}
-    plan = fold.make_plan(header, some, False)
+    file = read_model(made("plain"))
+    some = {i: m for i, m in uneven(file, 64, True).items() if i != 2}
+    plan = fold.make_plan(file, some, False)
     assert set(plan.scales) == {0, 1, 3} and not any(name.startswith("blk.2.") for name in plan.factors)
 
 
 def test_the_hash_is_of_the_scales(made):
-    header = read_header(made("plain"))
-    hashes = [fold.make_plan(header, moments(header, 64, True, seed=seed), exact).hash for seed in (1, 2) for exact in (True, False)]
+    file = read_model(made("plain"))
+    hashes = [fold.make_plan(file, uneven(file, 64, True, seed=seed), exact).hash for seed in (1, 2) for exact in (True, False)]
     assert len(set(hashes)) == 4
-    assert fold.make_plan(header, moments(header, 64, True, seed=1), True).hash == hashes[0]
+    assert fold.make_plan(file, uneven(file, 64, True, seed=1), True).hash == hashes[0]
 
 
 # refusals
@@ -257,29 +267,25 @@ def test_types_without_a_scale_are_refused_by_name(made, tmp_path):
     at = tensor.field.offset + sum(p.nbytes for p in tensor.field.parts[:4])
     data[at : at + 4] = struct.pack("<I", Type.IQ1_M)
     source.write_bytes(data)
-    with refused(tmp_path, "blk.3.attn_q.weight is stored as IQ1_M"):
+    with refused(tmp_path, "blk.3.attn_q.weight is stored as iq1_m"):
         folded(source, tmp_path / "out.gguf", 64, True, True)
 
 
 def test_statistics_of_another_model_are_refused(made, tmp_path):
-    header, other = read_header(made("plain")), read_header(made("varying heads"))
+    file, other = read_model(made("plain")), read_model(made("varying heads"))
     with refused(tmp_path, "made with another model"):
-        fold.make_plan(header, moments(other, 64, True), True)
+        fold.make_plan(file, uneven(other, 64, True), True)
     with refused(tmp_path, "none of the model's layers"):
-        fold.make_plan(header, {}, True)
+        fold.make_plan(file, {}, True)
 
 
 @pytest.mark.parametrize("end", [0, 3, 20, 5000, -1])
 def test_a_cut_file_is_refused(made, tmp_path, end):
     source = tmp_path / "cut.gguf"
     whole = made("plain").read_bytes()
-    # The last tensor is one that is copied: with attention there, reading it would say so.
-    source.write_bytes(whole[:end] if end >= 0 else whole[: read_header(made("plain")).tensors["blk.2.attn_k.weight"].start + 5])
-    with refused(tmp_path, "cut off|not a GGUF"):
-        try:
-            folded(source, tmp_path / "out.gguf", 64, True, True)
-        except GgufError as error:
-            raise KvfmtError(f"{error.message} {error.hint}") from None
+    source.write_bytes(whole[:end] if end >= 0 else whole[: read_model(made("plain")).tensors["blk.2.attn_k.weight"].offset + 5])
+    with refused(tmp_path, "cut off|not a GGUF|is empty"):
+        folded(source, tmp_path / "out.gguf", 64, True, True)
 
 
 # bytes of quantized rows
@@ -359,7 +365,7 @@ def logit_error(keys, queries, s):
 def test_no_scales_nearby_are_better(shared, exact):
     rng = np.random.default_rng(2)
     keys, queries = np.exp(2 * rng.standard_normal((2, 3, 16)))
-    pair = pairs(16, 12, True)
+    pair = pair_of(16, 12, True)
     found = best_scales(keys, queries, pair, shared, exact)
     least = logit_error(keys, queries, found.key)
     assert np.isclose(10 * np.log10(logit_error(keys, queries, np.ones_like(keys)) / least), found.gain)
@@ -378,10 +384,10 @@ def test_energy_stays_what_it_was():
     rng = np.random.default_rng(4)
     keys, queries = np.exp(2 * rng.standard_normal((2, 3, 64)))
     for shared in (False, True):
-        found = best_scales(keys, queries, pairs(64, 64, False), shared).key
+        found = best_scales(keys, queries, pair_of(64, 64, False), shared).key
         energy = (keys * found**2).sum(axis=1)
         assert np.isclose(energy.sum(), keys.sum()) and (shared or np.allclose(energy, keys.sum(axis=1)))
-    exact = best_scales(keys, queries, pairs(64, 64, False), powers_of_two=True).key
+    exact = best_scales(keys, queries, pair_of(64, 64, False), powers_of_two=True).key
     assert np.all(np.abs(np.log2((keys * exact**2).sum(axis=1) / keys.sum(axis=1))) <= 1)
 
 
@@ -391,19 +397,14 @@ def test_silent_pairs_and_heads_are_not_blown_up():
     queries[0, [2, 6]] = 0
     keys[1] = queries[1] = 0
     for exact in (False, True):
-        found = best_scales(keys, queries, pairs(8, 8, False), powers_of_two=exact).key
+        found = best_scales(keys, queries, pair_of(8, 8, False), powers_of_two=exact).key
         assert np.all(np.isfinite(found)) and found.max() < 8 and found.min() > 1 / 8
         assert np.array_equal(found[1], np.ones(8))
 
 
-def test_pairs():
-    assert pairs(8, 8, True).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert pairs(8, 8, False).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert pairs(8, 4, False).tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
-    assert pairs(4, 0, False).tolist() == [0, 1, 2, 3]
-    for rotated in (3, 10, -2):
-        with pytest.raises(ValueError):
-            pairs(8, rotated, True)
+def test_a_fold_is_another_model_to_a_profile(made, tmp_path):
+    folded(made("plain"), tmp_path / "folded.gguf", 64, True, True)
+    assert fingerprint_of(made("plain")) != fingerprint_of(tmp_path / "folded.gguf")
 
 
 # helpers that rewrite models
