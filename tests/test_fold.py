@@ -13,11 +13,13 @@ import pytest
 import random_gguf
 from converters import fold, row_scale
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as Type
+from kvfmt.cli import app
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import pair_of
 from kvfmt.moments import LayerStatistics
 from kvfmt.pair_scaling import best_scales
-from kvfmt.profile import fingerprint_of, read_model
+from kvfmt.profile import Profile, fingerprint_of, read_model
+from typer.testing import CliRunner
 
 TOKENS = np.random.default_rng(11).integers(3, random_gguf.N_VOCAB, 160).tolist()
 
@@ -138,6 +140,54 @@ def test_a_lopsided_model_is_evened_out(made, tmp_path):
     distance = {p: lib.kld(reference, logits(p, "q4_0/f16")) for p in (path, lopsided, even)}
     assert distance[lopsided] > 4 * distance[path]
     assert distance[even] < 1.5 * distance[path]
+
+
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(map(chr, np.random.default_rng(3).integers(32, 127, 3000))))
+    return path
+
+
+def run(*arguments):
+    """`kvfmt ...`: exit status and what it printed, in one line."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("name", ["plain", "fused halves", "partial halves", "one norm for all heads, windows", "one norm for all heads, hybrid"])
+@pytest.mark.parametrize("scales", [(), ("--exact",)])
+def test_the_command_measures_and_folds(made, tmp_path, name, scales):
+    target = tmp_path / "folded.gguf"
+    status, said = run("fold", made(name), "-o", target, "--text", text_file(tmp_path), "--tokens", 1024, "--n-ctx", 512, "--threads", 1, *scales)
+    assert status == 0, said
+    assert f"hash {read_model(target).metadata['kvfmt.fold.hash']}" in said
+    assert not scales or " 0 rounded" in said
+    assert lib.kld(logits(made(name)), logits(target)) < 1e-5
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_command_takes_the_statistics_of_a_profile(made, tmp_path):
+    model, profile, target, again = made("halves"), tmp_path / "p.gguf", tmp_path / "a.gguf", tmp_path / "b.gguf"
+    text = text_file(tmp_path)
+    measuring = ("--text", text, "--tokens", 1024, "--n-ctx", 512, "--threads", 1)
+    assert run("calibrate", model, *measuring, "-o", profile)[0] == 0
+    status, said = run("fold", model, "--profile", profile, "--text", text, "-o", target, "--exact", "--threads", 1)
+    assert status == 0, said
+    assert run("fold", model, *measuring, "-o", again, "--exact")[0] == 0
+    assert target.read_bytes() == again.read_bytes()
+    # The profile was made for the unfolded model: nobody else's.
+    for other in (target, made("plain")):
+        status, said = run("fold", other, "--profile", profile, "--text", text, "-o", tmp_path / "c.gguf")
+        assert status == 1 and ("folded already" in said or "the profile is not for" in said)
+    with pytest.raises(KvfmtError, match="fingerprint"):
+        Profile.read(profile).check_model(target)
+
+
+def test_a_model_that_comes_out_another_is_not_written(made, tmp_path):
+    file = read_model(made("halves"))
+    with refused(tmp_path, "is not the same model"):
+        fold.fold_model(made("halves"), file, uneven(file, 64, True), tmp_path / "out.gguf", True, "some text " * 100, 1)
 
 
 # the file
