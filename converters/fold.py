@@ -37,8 +37,6 @@ from kvfmt.profile import layers_of
 VERSION = "1"
 HASH = "kvfmt.fold.hash"
 CHUNK = 16 << 20
-#: What the key at position 0 counts for beside the mean of all others: it is one key, and much of the attention goes to it.
-FIRST = 0.3
 #: Tokens that the folded model must predict as the unfolded one does. It may be this far from it on average, in nats, and this
 #: many times as far as the unfolded one is from itself: what a wrong pair of channels does is far more.
 CHECKED, NEAR, TIMES = 128, 1e-3, 4
@@ -223,7 +221,6 @@ def make_plan(file: GgufFile, statistics: Mapping[int, LayerStatistics], powers_
             )
         # A cache that does not centre spends its levels on the mean key, too: it counts.
         keys, queries = (np.maximum(np.einsum("hii->hi", moment), 0) for moment in (seen.k_moment(), seen.q_moment))
-        keys = keys + FIRST * seen.k_first.astype(np.float64) ** 2
         found = best_scales(keys, queries, pair_of(layer.head, seen.rotated, seen.adjacent), layer.shared, powers_of_two)
         scales[layer.index] = found
         per_query = np.repeat(1 / found.key, layer.n_head // layer.n_head_kv, axis=0)
