@@ -157,6 +157,47 @@ def profile_show(file: Path = typer.Argument(..., help="what `kvfmt calibrate` w
     console.print(profile_view.summary(profile))
 
 
+@app.command()
+@plain_errors
+def fold(
+    model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
+    output: Path = typer.Option(..., "--output", "-o", help="the folded model"),
+    profile: Optional[Path] = typer.Option(None, help="take the statistics of this profile of the same model; default: measure them"),
+    text: list[str] = typer.Option(["docs", "cpp"], help="'docs', 'cpp' or a text file to measure on; may be given several times"),
+    tokens: int = typer.Option(16384, min=1, help="about so many, shared evenly by the texts"),
+    n_ctx: int = typer.Option(1024, min=2, help="tokens of a context"),
+    exact: bool = typer.Option(True, "--exact/--fine", help="powers of two, which round nothing in the model, or any scales"),
+    threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
+) -> None:
+    """Scale a model's key channels in its weights: the same model, with keys that every quantized cache stores better."""
+    import os
+
+    # kvfmt imports nothing of converters, which builds on it; only this command calls it.
+    from converters import fold as work
+    from kvfmt import calibrate
+    from kvfmt.build.console import progress, step
+    from kvfmt.profile import Profile, read_model
+    from kvfmt.runtime import LoadedModel
+    from kvfmt.subjects import find_model, find_text
+
+    subject, texts = find_model(model), [find_text(name) for name in text]
+    file = read_model(subject.path)
+    # What cannot be folded is said before minutes of measuring.
+    work.attention_layers(file)
+    if profile:
+        made = Profile.read(profile)
+        made.check_model(subject.path)
+        statistics = made.statistics
+    else:
+        with LoadedModel(subject.path, threads) as loaded, progress(f"{subject.name} on {', '.join(t.name for t in texts)}", tokens) as update:
+            statistics = calibrate.measure(loaded, texts, [n_ctx], tokens, update)
+    with progress(f"folding {file.name}", len(file.data), "bytes") as update:
+        found = work.fold_model(subject.path, file, statistics, output, exact, texts[0].content, threads or os.cpu_count() or 1, update)
+    for line in work.summary(found):
+        console.print(_plain(line))
+    step(f"folded model: {output}")
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Measure KV cache types on models: fidelity, retrieval, speed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from kvfmt.errors import KvfmtError
 
@@ -43,14 +43,32 @@ class Tensor:
     data: memoryview
 
     @property
+    def type_name(self) -> str:
+        """"q4_k", or "number 39" for one that gguf-py does not know."""
+        return _type_name(self.type_id)
+
+    @property
     def dtype(self) -> np.dtype | None:
         """The float type of the values; None for quantized and integer tensors."""
         return np.dtype(FLOATS[self.type_id]) if self.type_id in FLOATS else None
 
+    def rows(self) -> np.ndarray:
+        """The bytes of each row of ne0 values, uint8 [rows, bytes], a copy. Raises GgufError for an unknown type and for a cut file."""
+        try:
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.type_id)]
+        except (KeyError, ValueError):
+            raise GgufError(f"tensor {self.name} has type {self.type_name}, whose size is not known", "It may be of a newer kind.") from None
+        if self.shape[-1] % block:
+            raise GgufError(f"tensor {self.name} has rows of {self.shape[-1]} values, not whole blocks of {block}", "The file is damaged.")
+        shape = (math.prod(self.shape[:-1]), self.shape[-1] // block * size)
+        if self.offset + math.prod(shape) > len(self.data):
+            raise GgufError(f"tensor {self.name} ends at byte {self.offset + math.prod(shape)}, the file at {len(self.data)}", "It was cut off, or is damaged.")
+        return np.frombuffer(self.data, np.uint8, math.prod(shape), self.offset).reshape(shape).copy()
+
     def floats(self) -> np.ndarray:
         """The values in the tensor's own float type, read-only, of that shape. Raises GgufError for other types and for a cut file."""
         if self.dtype is None:
-            raise GgufError(f"tensor {self.name} has type {_type_name(self.type_id)}, not f16, f32 or f64", "This file was not made by kvfmt.")
+            raise GgufError(f"tensor {self.name} has type {self.type_name}, not f16, f32 or f64", "This file was not made by kvfmt.")
         size = math.prod(self.shape) * self.dtype.itemsize
         if self.offset + size > len(self.data):
             raise GgufError(f"tensor {self.name} ends at byte {self.offset + size}, the file at {len(self.data)}", "It was cut off, or is damaged.")
@@ -62,12 +80,20 @@ class Tensor:
 @dataclass(frozen=True)
 class GgufFile:
     """``metadata`` by key: int, float, bool, str, a list of str or an array of numbers. ``types``: GGUF's number of each value's
-    type, of an array (9, type of its elements)."""
+    type, of an array (9, type of its elements).
+
+    For a copy with other metadata: bytes [24, ``values_end``) are the metadata, [``values_end``, ``infos_end``) say what tensors there
+    are, the tensors' bytes begin at ``data_start``, a multiple of ``alignment``. ``data`` is the whole file, mapped."""
 
     name: str
     metadata: dict[str, Any]
     types: dict[str, int | tuple[int, int]]
     tensors: dict[str, Tensor]
+    values_end: int
+    infos_end: int
+    data_start: int
+    alignment: int
+    data: memoryview
 
     @property
     def architecture(self) -> str:
@@ -152,6 +178,7 @@ def _read(name: str, data: memoryview, wanted: Callable[[str], bool]) -> GgufFil
         types[key], value = _value(reader, key, wanted(key))
         if value is not None:
             metadata[key] = value
+    values_end = reader.at
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         raise GgufError(f"general.alignment is {alignment}", "A power of two of at least 8 was expected: the file is damaged.")
@@ -171,7 +198,7 @@ def _read(name: str, data: memoryview, wanted: Callable[[str], bool]) -> GgufFil
         if offset % alignment or start + offset > len(data):
             raise GgufError(f"tensor {title} is at byte {start + offset} of {len(data)}", "The file was cut off, or is damaged.")
         tensors[title] = Tensor(title, type_id, shape, start + offset, data)
-    return GgufFile(name, metadata, types, tensors)
+    return GgufFile(name, metadata, types, tensors, values_end, reader.at, start, alignment, data)
 
 
 def _value(reader: _Reader, key: str, wanted: bool) -> tuple[int | tuple[int, int], Any]:

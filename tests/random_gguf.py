@@ -437,3 +437,74 @@ def fused(
         weights.matrix(f"{block}.ffn_up", 2 * n_ff, n_embd)
         weights.matrix(f"{block}.ffn_down", n_embd, n_ff)
     return _finish(writer, path)
+
+
+def biased(
+    path: Path,
+    arch: str = "qwen2",
+    *,
+    fused: bool = False,
+    n_rot: int | None = None,
+    head: int = 64,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    n_layer: int = 3,
+    n_ff: int = 192,
+    n_ctx: int = 4096,
+    seed: int = 1,
+) -> Path:
+    """Queries, keys and values with a bias; with ``fused`` in one tensor. Arch qwen2, or chatglm, whose RoPE pairs neighbours."""
+    n_embd = n_head * head
+    writer = gguf.GGUFWriter(path, arch)
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_rope_dimension_count(n_rot or head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+    weights.vector("output_norm", n_embd)
+    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    rows = {"q": n_head * head, "k": n_head_kv * head, "v": n_head_kv * head}
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        weights.vector(f"{block}.attn_norm", n_embd)
+        weights.vector(f"{block}.ffn_norm", n_embd)
+        for side, n in {"qkv": sum(rows.values())}.items() if fused else rows.items():
+            weights.matrix(f"{block}.attn_{side}", n, n_embd, gain=1.5)
+            weights.vector(f"{block}.attn_{side}", n, "bias", 0.5)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        if arch == "chatglm":  # gate and up in one
+            weights.matrix(f"{block}.ffn_up", 2 * n_ff, n_embd)
+            weights.matrix(f"{block}.ffn_down", n_embd, n_ff)
+        else:
+            _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
+
+
+def normed_rows(path: Path, *, head: int = 64, n_head: int = 4, n_head_kv: int = 2, n_layer: int = 3, n_ff: int = 192, n_ctx: int = 4096, seed: int = 1) -> Path:
+    """Norms over all heads of queries and of keys together, with a weight for each channel (arch olmo2)."""
+    n_embd = n_head * head
+    writer = gguf.GGUFWriter(path, "olmo2")
+    _common(writer, n_layer, n_embd, n_ctx)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_layer_norm_rms_eps(1e-5)
+    weights = _Weights(writer, seed)
+    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+    weights.vector("output_norm", n_embd)
+    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    for layer in range(n_layer):
+        block = f"blk.{layer}"
+        weights.matrix(f"{block}.attn_q", n_head * head, n_embd)
+        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd)
+        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
+        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        weights.vector(f"{block}.attn_q_norm", n_head * head, value=1.5)
+        weights.vector(f"{block}.attn_k_norm", n_head_kv * head)
+        weights.vector(f"{block}.post_attention_norm", n_embd)
+        weights.vector(f"{block}.post_ffw_norm", n_embd)
+        _ffn(weights, block, n_embd, n_ff)
+    return _finish(writer, path)
