@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -103,12 +104,41 @@ def structured_rows(n: int, seed: int) -> np.ndarray:
     return np.stack([kinds[i % len(kinds)][i] for i in range(n)]).astype(np.float32)
 
 
-def _winners(magnitude: np.ndarray, levels: np.ndarray, grid: np.ndarray) -> np.ndarray:
+@dataclass(frozen=True)
+class _Codebook:
+    """Which values of a block a codebook serves, its positive levels, its columns of the grid, and what its error counts."""
+
+    values: slice
+    levels: np.ndarray
+    columns: slice
+    weight: int = 1
+
+
+def _codebooks(spec: BlockSpec) -> list[_Codebook]:
+    """One for the whole block, or those of the formats with unequal bits."""
+    tables = {t.name: np.array(t.values, np.float64) for t in spec.tables}
+    if "fine" not in tables:
+        half = next(t for t in spec.tables if t.dtype == "i16").shape[-1] + 1
+        return [_Codebook(slice(0, BLOCK), tables["levels"][:half], slice(0, half - 1))]
+    found, column = [], 0
+    for (first, last), name, weight in zip(((0, 16), (16, 32), (32, 64)), ("fine", "middle", "coarse"), tables["weights"]):
+        levels = tables[name][: len(tables[name]) // 2]
+        found.append(_Codebook(slice(first, last), levels, slice(column, column + len(levels) - 1), int(weight)))
+        column += len(levels) - 1
+    return found
+
+
+def _winners(magnitude: np.ndarray, books: list[_Codebook], grid: np.ndarray) -> np.ndarray:
     """Which row of the grid the search chooses for each block of integer magnitudes."""
     scores = []
     for thresholds in grid:
-        chosen = levels[np.searchsorted(thresholds, np.rint(magnitude))]
-        scores.append((magnitude * chosen).sum(axis=1) ** 2 / (chosen**2).sum(axis=1))
+        explained = energy = 0
+        for book in books:
+            part = magnitude[:, book.values]
+            chosen = book.levels[np.searchsorted(thresholds[book.columns], np.rint(part))]
+            explained = explained + book.weight * (part * chosen).sum(axis=1)
+            energy = energy + book.weight * (chosen**2).sum(axis=1)
+        scores.append(explained**2 / energy)
     return np.argmax(scores, axis=0)
 
 
@@ -158,18 +188,22 @@ def tie_rows(spec: BlockSpec) -> np.ndarray:
     rows = np.concatenate([rng.standard_normal((800, BLOCK)), rng.uniform(-1, 1, (400, BLOCK)), rng.standard_t(3, (800, BLOCK))])
     rows = np.rint(rows * (32767 / np.abs(rows).max(axis=1, keepdims=True)))
     searched = len(grid) > 1
-    levels = np.array(spec.table("levels").values[: len(grid[0]) + 1], np.float64)
-    winner = _winners(np.abs(rows), levels, grid) if searched else np.zeros(len(rows), int)
+    books = _codebooks(spec)
+    winner = _winners(np.abs(rows), books, grid) if searched else np.zeros(len(rows), int)
     top = np.abs(rows).argmax(axis=1)
+    place_of = np.arange(BLOCK)
     for row, w, keep in zip(rows, winner, top):
-        near = np.concatenate([grid[w][grid[w] < 32767] + offset for offset in (-0.5, 0.0, 0.5, 1.0)])
-        # Each value in the place whose own magnitude is next to it, so that the block changes little.
-        for value in rng.permutation(near)[:10]:
-            free = np.flatnonzero((row == np.rint(row)) & (np.arange(BLOCK) != keep))
-            place = free[np.abs(np.abs(row[free]) - abs(value)).argmin()]
-            row[place] = np.copysign(value, row[place]) if searched else value
+        for book in books:
+            thresholds = grid[w][book.columns]
+            near = np.concatenate([thresholds[thresholds < 32767] + offset for offset in (-0.5, 0.0, 0.5, 1.0)])
+            # Each value in the place whose own magnitude is next to it, so that the block changes little.
+            for value in rng.permutation(near)[: 10 // len(books)]:
+                inside = (place_of >= book.values.start) & (place_of < book.values.stop) & (place_of != keep)
+                free = np.flatnonzero((row == np.rint(row)) & inside)
+                place = free[np.abs(np.abs(row[free]) - abs(value)).argmin()]
+                row[place] = np.copysign(value, row[place]) if searched else value
     if searched:
-        still = _winners(np.abs(rows), levels, grid) == winner
+        still = _winners(np.abs(rows), books, grid) == winner
         rows, winner = rows[still], winner[still]
     some = np.concatenate([np.flatnonzero(winner == w)[:12] for w in range(len(grid))])
     return np.concatenate([rows[some], rows[some] * 2.0**-17]).astype(np.float32)

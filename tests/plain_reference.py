@@ -143,6 +143,65 @@ def decode(name: str, data: bytes, levels: Sequence[int], level_shift: int) -> l
     return [scale * (levels[code] * 2.0**-level_shift) for code in codes_of(name, data)]
 
 
+def _unequal_parts(tables: dict) -> list[tuple[range, list[int], int, range]]:
+    """(values, positive levels, weight, columns of the grid) of each codebook."""
+    parts, column = [], 0
+    for values, name, weight in zip((range(16), range(16, 32), range(32, 64)), ("fine", "middle", "coarse"), tables["weights"]):
+        levels = tables[name][: len(tables[name]) // 2]
+        parts.append((values, levels, weight, range(column, column + len(levels) - 1)))
+        column += len(levels) - 1
+    return parts
+
+
+def _column_bits(tables: dict) -> list[tuple[int, int]]:
+    """For each quarter, where its bits beyond the second begin in a column's field, and how many they are."""
+    widths = [len(tables[name]).bit_length() - 3 for name in ("fine", "middle", "coarse", "coarse")]
+    return [(sum(widths[:q]), width) for q, width in enumerate(widths)]
+
+
+def encode_unequal(x: Sequence[float], tables: dict) -> bytes:
+    """``tables``: those of the spec, nested lists by name."""
+    field = sum(width for _, width in _column_bits(tables))
+    size = 18 + 2 * field
+    found = normalised(x)
+    if found is None:
+        return bytes(size)
+    amax, xi = found
+    parts = _unequal_parts(tables)
+    best = None
+    for thresholds in tables["grid"]:
+        index, explained, energy = [], 0, 0
+        for values, levels, weight, columns in parts:
+            for i in values:
+                index.append(sum(abs(xi[i]) > thresholds[k] for k in columns))
+                explained += weight * abs(xi[i]) * levels[index[-1]]
+                energy += weight * levels[index[-1]] ** 2
+        score = f32(f32(f32(explained) * f32(explained)) / f32(energy))
+        if best is None or score > best[0]:
+            best = score, explained, energy, index
+    _, explained, energy, index = best
+    scale = f16_of_scale(f32(f32(f32(explained) / f32(energy)) * f32(amax * f32(32 / 32767))))
+    if scale == 0:
+        return bytes(size)
+    half = {i: len(levels) for values, levels, _, _ in parts for i in values}
+    codes = [k + half[i] * (v < 0) for i, (k, v) in enumerate(zip(index, xi))]
+    fields = [sum((codes[j + 16 * q] >> 2) << shift for q, (shift, _) in enumerate(_column_bits(tables))) for j in range(16)]
+    high = fields if field == 8 else [fields[j] + 16 * fields[j + 8] for j in range(8)]
+    return _scale(scale) + _crumbs([c & 3 for c in codes]) + bytes(high)
+
+
+def decode_unequal(data: bytes, tables: dict, level_shift: int) -> list[float]:
+    (scale,) = struct.unpack("<e", data[:2])
+    low, high = _read_crumbs(data[2:18]), data[18:]
+    fields = high if len(high) == 16 else [b & 15 for b in high] + [b >> 4 for b in high]
+    out = []
+    for i in range(BLOCK):
+        shift, width = _column_bits(tables)[i // 16]
+        code = low[i] + 4 * (fields[i % 16] >> shift & (1 << width) - 1)
+        out.append(scale * (tables[("fine", "middle", "coarse", "coarse")[i // 16]][code] * 2.0**-level_shift))
+    return out
+
+
 def _e8_row(z: Sequence[int], tables: dict) -> list[tuple[int, list[int], list[int]]]:
     """For an even and an odd row with its signs: (error * 64 of a level, magnitudes, signs) by trying every class."""
     order = sorted(range(len(z)), key=lambda i: (abs(z[i]), i), reverse=True)

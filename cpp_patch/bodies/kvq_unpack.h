@@ -31,11 +31,24 @@ static inline __m512i kvq_crumbs64(const uint8_t * qs) {
 
 #if defined(KVQ_AVX2)
 
-// Sixteen levels for a byte shuffle; tables of fewer levels are padded with zeros.
-static inline __m256i kvq_shuffle_table(const int8_t * levels, int n) {
-    int8_t padded[16] = { 0 };
-    memcpy(padded, levels, (size_t) n);
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) padded));
+// Sixteen levels for a byte shuffle; tables of fewer levels are padded with zeros. Loaded whole where that can be: a table
+// put together in memory costs more than the shuffle.
+static inline __attribute__((always_inline)) __m256i kvq_shuffle_table(const int8_t * levels, int n) {
+    __m128i table;
+    if (n == 16) {
+        table = _mm_loadu_si128((const __m128i *) levels);
+    } else if (n == 8) {
+        table = _mm_loadl_epi64((const __m128i *) levels);
+    } else if (n == 4) {
+        int32_t four;
+        memcpy(&four, levels, sizeof(four));
+        table = _mm_cvtsi32_si128(four);
+    } else {
+        int8_t padded[16] = { 0 };
+        memcpy(padded, levels, (size_t) n);
+        table = _mm_loadu_si128((const __m128i *) padded);
+    }
+    return _mm256_broadcastsi128_si256(table);
 }
 
 // Two-bit fields of the crumb layout: values 0..31 (half 0) or 32..63 (half 1), one byte each.
