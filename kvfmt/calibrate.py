@@ -25,15 +25,17 @@ from kvfmt.errors import KvfmtError
 from kvfmt.geometry import FLAT, KeyMaps, Layout, key_maps
 from kvfmt.moments import LayerStatistics, Moments
 from kvfmt.profile import LayerMaps, Profile, fingerprint_of, formats_of, layers_of, read_model
+from kvfmt.reach import spans_to, turned_moments
 from kvfmt.runtime import UBATCH, LoadedModel
 from kvfmt.subjects import ModelFile, Text
 from kvfmt.watch import Node, Watch
 
 #: Characters that a token has at most, nearly always: so much text is taken for a context.
 CHARACTERS = 16
-#: Context lengths by default. RoPE turns keys on with their position, so maps serve the lengths that they were made from: made
-#: at 1,024 tokens alone they lose most of their gain at 4,096, made at both they lose little at either (bench.calibration).
-LENGTHS = (1024, 4096)
+#: Context lengths that are run by default; longer ones are reached by turning what was seen (kvfmt/reach.py).
+LENGTHS = (1024,)
+#: Tokens of the longest context that a profile is made for by default, as far as the model goes.
+REACH = 8192
 #: Tokens that are calibrated on if nobody says otherwise, shared by texts and lengths.
 TOKENS = 16384
 #: Queries that are looked at in a pass; they are spread evenly over it.
@@ -49,20 +51,57 @@ class CalibrationError(KvfmtError):
     """The model, the text or the activations cannot be calibrated on."""
 
 
+@dataclass(frozen=True)
+class Rope:
+    """What RoPE did to a head: ``rotated`` values are turned, ``frequencies`` float64 [rotated / 2] in radians a token, None where
+    they are not a constant of each pair; ``adjacent``: a pair is 2i and 2i + 1, else i and i + rotated / 2."""
+
+    rotated: int = 0
+    adjacent: bool = False
+    frequencies: Optional[np.ndarray] = None
+
+
 class _Layer:
-    """What is gathered of one layer that owns KV."""
+    """What is gathered of one layer that owns KV; keys and queries apart for each length of context."""
 
     def __init__(self, heads: int, k_size: int, v_size: int) -> None:
-        self.k, self.q = Moments(heads, k_size), Moments(heads, k_size)
+        self._heads, self._k_size = heads, k_size
+        self._seen: dict[int, tuple[Moments, Moments]] = {}
+        # The key at position 0 does not move in longer contexts: it has moments, and so a weight, of its own.
+        self.anchor = Moments(heads, k_size)
         self.v, self.first = Moments(heads, v_size), Moments(heads, k_size)
         self.tokens = self.queries = 0
-        self.shift_free, self.rotated, self.adjacent = True, 0, False
+        self.shift_free, self.rope = True, Rope()
 
-    def statistics(self) -> LayerStatistics:
+    def at(self, length: int) -> tuple[Moments, Moments]:
+        """Moments of keys and of queries in contexts of that length."""
+        return self._seen.setdefault(length, (Moments(self._heads, self._k_size), Moments(self._heads, self._k_size)))
+
+    def statistics(self, reach: int) -> LayerStatistics:
+        """For contexts up to ``reach`` tokens; those that were seen where RoPE's frequencies are not known."""
+        k_parts = [(self.anchor.weight, self.anchor.mean, self.anchor.second())]
+        q_parts = []
+        for length, (k, q) in sorted(self._seen.items()):
+            for parts, found in ((k_parts, k), (q_parts, q)):
+                mean, second = found.mean, found.second()
+                if reach > length and self.rope.frequencies is not None:
+                    mean, second = turned_moments(mean, second, self.rope.frequencies, self.rope.adjacent, spans_to(length, reach))
+                parts.append((found.weight, mean, second))
+        k_mean, k_second = _pooled(k_parts)
         return LayerStatistics(
-            self.tokens, self.queries, self.k.mean, self.k.covariance(), self.q.second(), self.v.mean, self.v.second(), self.first.mean,
-            self.shift_free, self.rotated, self.adjacent,
+            self.tokens, self.queries, k_mean, k_second - k_mean[:, :, None] * k_mean[:, None, :], _pooled(q_parts)[1],
+            self.v.mean, self.v.second(), self.first.mean, self.shift_free, self.rope.rotated, self.rope.adjacent,
         )
+
+
+def _pooled(parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean [H, d] and second moment [H, d, d] of several sets, given as weight [H], mean and second moment."""
+    total = sum(weight for weight, _, _ in parts)
+    shares = [weight / np.where(total > 0, total, 1) for weight, _, _ in parts]
+    return (
+        sum(share[:, None] * mean for share, (_, mean, _) in zip(shares, parts)),
+        sum(share[:, None, None] * second for share, (_, _, second) in zip(shares, parts)),
+    )
 
 
 class Collector:
@@ -71,20 +110,20 @@ class Collector:
     def __init__(self) -> None:
         self.layers: dict[int, _Layer] = {}
         self.watch = Watch(self._wanted, self._seen)
-        self._position = 0
+        self._position = self._length = 0
         # What was written in this pass and not yet asked, by the root tensor's address: [tokens, heads * size] and RoPE.
-        self._written: dict[int, tuple[np.ndarray, int, bool]] = {}
+        self._written: dict[int, tuple[np.ndarray, Rope]] = {}
 
-    def begin(self, position: int) -> None:
-        """The next pass starts at this position of its context."""
-        self._position = position
+    def begin(self, position: int, length: int = 0) -> None:
+        """The next pass starts at this position of its context, which will have ``length`` tokens."""
+        self._position, self._length = position, length
         self._written.clear()
 
-    def statistics(self) -> dict[int, LayerStatistics]:
-        """By layer that owns KV. Raises CalibrationError if nothing was seen."""
+    def statistics(self, reach: int = 0) -> dict[int, LayerStatistics]:
+        """By layer that owns KV, for contexts of up to ``reach`` tokens where that is more than was run. Raises CalibrationError if nothing was seen."""
         if not self.layers:
             raise CalibrationError("no attention over a KV cache was seen", "The model has none, or this build computes it in another way.")
-        found = {layer: self.layers[layer].statistics() for layer in sorted(self.layers)}
+        found = {layer: self.layers[layer].statistics(reach) for layer in sorted(self.layers)}
         for layer, statistics in found.items():
             statistics.check(f"layer {layer}")
         return found
@@ -97,7 +136,7 @@ class Collector:
         if node.op == "SET_ROWS":
             rows = node.source(0)
             values = rows.values()
-            self._written[node.root.address] = (values.reshape(-1, values.shape[-1]), *_rope_of(rows))
+            self._written[node.root.address] = (values.reshape(-1, values.shape[-1]), _rope_of(rows))
             return
         q, k, v = (node.source(i) for i in range(3))
         match = _CACHE.fullmatch(k.root.name)
@@ -112,7 +151,7 @@ class Collector:
             known = self.layers[layer] = _Layer(heads, size, v.shape[0])
         written = self._written.pop(k.root.address, None)
         if written is not None:
-            rows, known.rotated, known.adjacent = written
+            rows, known.rope = written
             # What does not fit into an f16 becomes infinite there.
             with np.errstate(over="ignore"):
                 rows = _finite(rows.astype(np.float16), f"keys of layer {layer}").reshape(-1, heads, size)
@@ -139,8 +178,11 @@ class Collector:
                 pairs = attention.weights(head * group + i)
                 weights += pairs.sum(axis=0, dtype=np.float64)
                 of_queries[i] = pairs.sum(axis=1, dtype=np.float64)
-            known.k.add_head(head, attention.keys[head][weights > 0], weights[weights > 0])
-            known.q.add_head(head, asked[head * group : (head + 1) * group].reshape(group * asked.shape[1], -1) * attention.scale, of_queries.reshape(-1))
+            k, q = known.at(self._length)
+            known.anchor.add_head(head, attention.keys[head][:1], weights[:1])
+            weights[0] = 0
+            k.add_head(head, attention.keys[head][weights > 0], weights[weights > 0])
+            q.add_head(head, asked[head * group : (head + 1) * group].reshape(group * asked.shape[1], -1) * attention.scale, of_queries.reshape(-1))
         known.queries += group * asked.shape[1]
 
 
@@ -212,14 +254,23 @@ def _finite(values: np.ndarray, what: str) -> np.ndarray:
     return values
 
 
-def _rope_of(node: Optional[Node]) -> tuple[int, bool]:
-    """How many values of a head RoPE turned on their way to ``node``, and whether it pairs neighbours; 0 if it is not RoPE's output."""
+def _rope_of(node: Optional[Node]) -> Rope:
+    """What RoPE did on the way to ``node``; nothing if it is not RoPE's output."""
     while node is not None and node.op in (*_SAME_VALUES, "NONE"):
         node = node.source(0) if node.op in _SAME_VALUES else None
     if node is None or node.op != "ROPE":
-        return 0, False
-    # ggml_rope: the parameters are n_past, n_dims, mode ...; mode 0 pairs 2i with 2i + 1, all others i with i + n_dims / 2.
-    return node.parameter(1), node.parameter(2) == 0
+        return Rope()
+    # ggml_rope: the parameters are n_past, n_dims, mode ..., then as floats from the sixth on the base, the scale and YaRN's
+    # extrapolation; mode 0 pairs 2i with 2i + 1, mode 2 pairs i with i + n_dims / 2, others turn by several positions.
+    rotated, mode = node.parameter(1), node.parameter(2)
+    base, scale, extrapolation = (node.float_parameter(i) for i in (5, 6, 7))
+    frequencies = None
+    if mode in (0, 2) and extrapolation == 0 and base > 0:
+        factors = node.source(2)
+        frequencies = scale * base ** (-np.arange(0, rotated, 2) / rotated)
+        if factors is not None:
+            frequencies = frequencies / factors.values().reshape(-1)[: rotated // 2]
+    return Rope(rotated, mode == 0, frequencies)
 
 
 class Context:
@@ -260,7 +311,7 @@ class Context:
                 for i, token in enumerate(part):
                     batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), start + i, 1, False
                     batch.seq_id[i][0] = 0
-                self._collector.begin(start)
+                self._collector.begin(start, len(tokens))
                 status = self._lib.llama_decode(self._context, batch)
                 # Without logits the call returns before the work is done.
                 self._lib.llama_synchronize(self._context)
@@ -308,9 +359,12 @@ def plan(texts: Sequence[Text], lengths: Sequence[int], tokens: int) -> list[tup
 
 
 def measure(
-    model: LoadedModel, texts: Sequence[Text], lengths: Sequence[int], tokens: int, update: Callable[[int, int], None] = lambda done, of: None
+    model: LoadedModel, texts: Sequence[Text], lengths: Sequence[int], tokens: int,
+    update: Callable[[int, int], None] = lambda done, of: None, reach: int = 0,
 ) -> dict[int, LayerStatistics]:
     """Runs the model over the texts; statistics by layer that owns KV. The memory does not depend on ``tokens``.
+
+    ``reach``: tokens of the longest context that they are for, if that is more than the longest of ``lengths``.
 
     ``update(done, total)`` counts tokens. Raises KvfmtError for a text that is too short, a context that is too long, a
     model whose attention cannot be read, and activations that are not finite.
@@ -329,7 +383,7 @@ def measure(
             for n, piece in steps:
                 if n == n_ctx:
                     context.feed(piece, count)
-    return collector.statistics()
+    return collector.statistics(reach)
 
 
 def stored_maps(maps: KeyMaps, statistics: LayerStatistics) -> LayerMaps:
@@ -392,15 +446,17 @@ def calibrate(
     centre: bool = True,
     threads: int | None = None,
     update: Callable[[int, int], None] = lambda done, of: None,
+    reach: int | None = None,
 ) -> Calibration:
-    """Measures and makes the profile. ``lengths`` None: LENGTHS, as far as the model goes. Raises what ``measure`` and ``make_profile`` raise."""
+    """Measures and makes the profile. ``lengths`` None: LENGTHS, ``reach`` None: REACH, as far as the model goes. Raises what ``measure`` and ``make_profile`` raise."""
     import llama_cpp
 
     with LoadedModel(subject.path, threads) as model:
         lengths = lengths or sorted({min(n, model.n_ctx_train) for n in LENGTHS})
-        statistics = measure(model, texts, lengths, tokens, update)
+        reach = min(REACH, model.n_ctx_train) if reach is None else reach
+        statistics = measure(model, texts, lengths, tokens, update, reach)
     return make_profile(subject, statistics, layout, kind, centre, {
-        "tokens": max(found.tokens for found in statistics.values()), "context": [int(n) for n in lengths],
+        "tokens": max(found.tokens for found in statistics.values()), "context": [int(n) for n in lengths], "reach": reach,
         "text.name": [text.name for text in texts], "text.sha256": [text.sha256 for text in texts],
         "model.file": Path(subject.path).name, "model.sha256": subject.sha256, "build": llama_cpp.__version__,
     })

@@ -111,7 +111,8 @@ def calibrate(
     model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
     text: list[str] = typer.Option(["cpp"], help="'docs', 'cpp' or a text file, best like yours, and not one that you judge by; may be given several times"),
     tokens: Optional[int] = typer.Option(None, min=1, help="default: 16,384; about so many, shared evenly by texts and context lengths"),
-    n_ctx: Optional[list[int]] = typer.Option(None, min=2, help="tokens of a context, as long as those you use; may be given several times; default: 1024 and 4096"),
+    n_ctx: Optional[list[int]] = typer.Option(None, min=2, help="tokens of a context that is run; may be given several times; default: 1024"),
+    reach: Optional[int] = typer.Option(None, min=0, help="tokens of the longest context that the profile is for; default: 8,192, or the model's if less"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
     v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),
     kind: str = typer.Option("full", "--map", help="none (Hadamard only), pairs (a factor for each RoPE pair) or full"),
@@ -134,7 +135,7 @@ def calibrate(
     target = output or Path(f"{subject.name}.kvprofile.gguf")
     count = tokens or work.TOKENS
     with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", count) as update:
-        made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update)
+        made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update, reach)
     made.profile.write(target)
     bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
     if centre and bound:
