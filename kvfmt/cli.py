@@ -165,7 +165,7 @@ def fold(
     output: Path = typer.Option(..., "--output", "-o", help="the folded model"),
     profile: Optional[Path] = typer.Option(None, help="take the statistics of this profile of the same model; default: measure them"),
     text: list[str] = typer.Option(["docs", "cpp"], help="'docs', 'cpp' or a text file to measure on; may be given several times"),
-    tokens: int = typer.Option(16384, min=1, help="about so many, shared evenly by the texts"),
+    tokens: int = typer.Option(8192, min=1, help="about so many, shared evenly by the texts"),
     n_ctx: int = typer.Option(1024, min=2, help="tokens of a context"),
     exact: bool = typer.Option(True, "--exact/--fine", help="powers of two, which round nothing in the model, or any scales"),
     threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
