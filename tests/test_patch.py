@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from blocks import assert_same_blocks
 from conftest import PIN
-from edge_inputs import edge_rows, random_rows, structured_rows, tie_rows
+from edge_inputs import edge_rows, random_rows, rounding_rows, structured_rows, tie_rows
 from kvfmt import registry
 from kvfmt.errors import PatchRefused
 
@@ -453,7 +453,8 @@ def _program() -> str:
 
 
 def _inputs() -> np.ndarray:
-    return np.concatenate([edge_rows(), *(tie_rows(f.spec) for f in ALL), structured_rows(300, 61), random_rows(1000, 62)])
+    decisive = [*(tie_rows(f.spec) for f in ALL), *(rounding_rows(f) for f in ALL if f.spec.unbiased)]
+    return np.concatenate([edge_rows(), *decisive, structured_rows(300, 61), random_rows(1000, 62)])
 
 
 def _run(program: Path, x: np.ndarray, tmp_path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -519,6 +520,28 @@ def test_a_wrong_number_in_the_header_would_be_noticed(patched, tmp_path, name):
     fmt = registry.get(name)
     with pytest.raises(AssertionError, match=f"{name}, .*: [1-9]\\d* of {len(x)} blocks differ\nworst: block \\d+"):
         assert_same_blocks(fmt, x, fmt.encode(x), found[name][0], "raised thresholds")
+
+
+@pytest.mark.parametrize("wrong", ["down", "up"])
+def test_a_wrong_rounding_of_the_sum_of_squares_would_be_noticed(patched, tmp_path, wrong):
+    include = tmp_path / "kvq"
+    shutil.copytree(patched / "ggml/src/kvq", include)
+    header, right = include / "kvq_prim.h", "KVQ_FROM_I64(v) ((float) (v))"
+    text = header.read_text()
+    assert text.count(right) == 1
+    # What does not fit 24 bits is cut off, or rounded up, before the conversion.
+    shift = "(36 - 24 - ((v) < (1ll << 35)) - ((v) < (1ll << 34)) - ((v) < (1ll << 33)) - ((v) < (1ll << 32)))"
+    low = f"((1ll << {shift}) - 1)"
+    cut = "(v)" if wrong == "down" else f"((v) + {low})"
+    header.write_text(text.replace(right, f"KVQ_FROM_I64(v) ((float) ({cut} & ~{low}))"))
+    source, program = tmp_path / "all.c", tmp_path / "all"
+    source.write_text(_program())
+    _compile("c", source, include, "-O1", "-o", str(program))
+    x = _inputs()
+    found = _run(program, x, tmp_path)
+    for fmt in ALL:
+        differ = (fmt.encode(x) != found[fmt.spec.name][0]).any(axis=1)
+        assert differ.any() == fmt.spec.unbiased, fmt.spec.name
 
 
 # --- halves in C -----------------------------------------------------------------------------------------------------
