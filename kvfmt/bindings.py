@@ -6,18 +6,17 @@ import ctypes
 import os
 from typing import Any
 
-from .errors import MissingTool
+from gguf import GGUFReader
+
+from .errors import KvfmtError, MissingTool
 from .policy import parse_kv
 
+#: The pair that the project recommends.
 DEFAULT_KV = "kvq3/kvq2"
 
 
 def profile_chooses_types(profile: str | os.PathLike) -> bool:
     """Whether the calibration profile says which cache type each layer has. Raises KvfmtError if it is no GGUF file."""
-    from gguf import GGUFReader
-
-    from .errors import KvfmtError
-
     try:
         return GGUFReader(profile).get_field("kvfmt.profile.types_k") is not None
     except (OSError, ValueError) as error:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 
+import gguf
 import llama_lib as lib
 import numpy as np
 import pytest
 import random_gguf
+from converters.state import read as read_state
+from kvfmt import registry
 from kvfmt.bindings import cache_arguments, open_model
 from kvfmt.errors import KvfmtError
 from random_profile import SPECS, Profile, facts_of, random_profile
@@ -230,6 +233,47 @@ def test_keys_that_moved_are_those_computed_at_their_new_place(models, profile_o
         assert mapped < 6 * plain + least, kv
 
 
+def keys_of(state: bytes, profile: Profile | None, cells: int) -> list[np.ndarray]:
+    """The keys [cells, heads, 64] that the model made, of each layer, from what is stored."""
+    found = []
+    for il, side in enumerate(read_state(state).caches[0].only.k):
+        if side.type_id == gguf.GGMLQuantizationType.F16:
+            found.append(side.f16()[:cells].astype(np.float32).reshape(cells, -1, 64))
+            continue
+        if side.type_id == gguf.GGMLQuantizationType.Q8_0:
+            rows = gguf.quants.dequantize(side.data[:cells], gguf.GGMLQuantizationType.Q8_0)
+        else:
+            name = next(name for name, spec in SPECS.items() if spec.type_id == side.type_id)
+            rows = registry.get(name).decode(np.ascontiguousarray(side.data[:cells]))
+        stored = rows.reshape(cells, -1, 64)
+        back = profile.tensors[f"blk.{il}.kv_q_map"].astype(np.float32)  # its transpose undoes the key's map
+        found.append(np.einsum("hji,chj->chi", back, stored) + profile.tensors[f"blk.{il}.kv_k_mean"])
+    return found
+
+
+def test_keys_themselves_after_a_shift(models, tmp_path):
+    """Mapped layers of two types, and one that stayed f16 in the same cache."""
+    model = models("plain")
+    profile = random_profile(model, v=False, types=(["q8_0", "f16", "q8_0", "kvq4"], ["f16"] * 4))
+    path = profile.write(tmp_path / "profile.gguf")
+    n = 40
+
+    def kept(distance, **options):
+        """Computed at 200 - distance, moved to 200."""
+        with lib.Context(model, n_ctx=512, protect=0, **options) as context:
+            context.decode(TOKENS[:n], pos=200 - distance)
+            if distance:
+                lib.llama_cpp.llama_memory_seq_add(context.memory, 0, 0, -1, distance)
+            context.decode(TOKENS[n : n + 1], pos=200 + n)
+            return keys_of(context.save(0), profile, n)
+
+    wanted = kept(0)
+    for il, (there, moved_there, truth) in enumerate(zip(kept(0, profile=path), kept(123, profile=path), wanted)):
+        error, moved_error = (np.sqrt(np.mean((keys - truth) ** 2) / np.mean(truth**2)) for keys in (there, moved_there))
+        assert error < (0.2 if il == 3 else 0.03), il
+        assert moved_error < 2 * error + 0.002, il
+
+
 @pytest.mark.parametrize("scale", [0.3, 10.0])
 def test_the_mean_does_not_move_along(models, profile_of, scale):
     """Keys that moved meet keys that did not: a mean that was rotated with the first would lie between the two."""
@@ -413,7 +457,6 @@ def extra(name, shape=(2, 64, 64)):
 
 
 P = "kvfmt__profile__"
-FORMATS = {"kvq4": SPECS["kvq4"].hash}
 REFUSALS = [
     (set_(general__architecture="llama"), r"general.architecture is 'llama', a profile says 'kvfmt-profile'"),
     (set_(**{P + "version": 2}), "version is 2, this build reads version 1"),
@@ -500,8 +543,6 @@ def test_a_profile_of_another_model_is_refused(models, profile_of):
 
 
 def test_a_folded_model_is_another_model(models, tmp_path):
-    import gguf
-
     folded = tmp_path / "folded.gguf"
     add = gguf.GGUFWriter.add_vocab_size
     with pytest.MonkeyPatch.context() as patch:
