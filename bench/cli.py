@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bench.caches import Cache
     from bench.engine import Engine
     from bench.records import Results
-    from bench.subjects import ModelFile
+    from kvfmt.subjects import ModelFile
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -54,7 +54,7 @@ def run(model: str, caches: Optional[str], output: Optional[Path], threads: Opti
     from bench import caches as kinds
     from bench.engine import Engine
     from bench.records import Results
-    from bench.subjects import find_model
+    from kvfmt.subjects import find_model
     from kvfmt.build.console import console
 
     chosen = kinds.parse_caches(caches, kinds.default_caches())
@@ -85,7 +85,7 @@ def quality(
 ) -> None:
     """KLD, perplexity and most likely tokens on text, against the f16 cache."""
     from bench import quality as work, tables
-    from bench.subjects import find_text
+    from kvfmt.subjects import find_text
     from kvfmt.build.console import progress
 
     texts = [find_text(name) for name in text]

@@ -6,43 +6,24 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
 from bench.caches import Cache
 from converters.state import saved
 from kvfmt import perplexity
-from kvfmt.bindings import patched_bindings
 from kvfmt.errors import KvfmtError
 from kvfmt.policy import cache_cost, parse_kv
+from kvfmt.runtime import UBATCH, LoadedModel
 
 #: What all logits of one batch may take, in bytes: it bounds the rows at a large vocabulary.
 LOGITS_BYTES = 64 << 20
-#: Tokens that are computed at a time where no logits are wanted; also upstream's default.
-UBATCH = 512
-
 
 _WORK = re.compile(r"(?:compute|output) +buffer size (?:=|is) +([\d.]+) MiB")
-_said: deque[str] = deque(maxlen=4096)
-
-
-@lru_cache(maxsize=None)
-def _log_callback() -> Any:
-    # Called from within the library as long as the process lives: it must not be collected.
-    return patched_bindings().llama_log_callback(lambda level, text, _: _said.append(text.decode("utf-8", "replace")))
-
-
-def listen() -> deque[str]:
-    """From now on the library's log is kept, its last 4,096 pieces, instead of printed."""
-    patched_bindings().llama_log_set(_log_callback(), ctypes.c_void_p(0))
-    return _said
 
 
 def free_memory() -> int | None:
@@ -54,88 +35,12 @@ def free_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
-class Engine:
-    """A model in memory. A context manager, or ``close()`` it. Caches are opened with ``open``."""
-
-    def __init__(self, path: Path, threads: int | None = None, gpu_layers: int = 0) -> None:
-        """Raises KvfmtError with the library's words if the file cannot be loaded, MissingTool before `kvfmt build`."""
-        self._lib = lib = patched_bindings()
-        lib.llama_backend_init()
-        self._log = listen()
-        self.gpu_layers = gpu_layers
-        self.threads = threads or os.cpu_count() or 1
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = gpu_layers
-        self._log.clear()
-        self.model = lib.llama_model_load_from_file(str(path).encode(), params)
-        if not self.model:
-            raise KvfmtError(f"{Path(path).name} could not be loaded:\n{self._complaints()}", "Is it a whole GGUF model, and is there memory for it?")
-        self.vocab = lib.llama_model_get_vocab(self.model)
-        self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
-        self.n_ctx_train: int = lib.llama_model_n_ctx_train(self.model)
-        self.bos: int = lib.llama_vocab_bos(self.vocab)
-        self.add_bos: bool = lib.llama_vocab_get_add_bos(self.vocab)
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Frees the model. Its caches must be closed before."""
-        if self.model:
-            self._lib.llama_model_free(self.model)
-            self.model = None
-
-    def _complaints(self) -> str:
-        lines = "".join(self._log).splitlines()
-        words = ("error", "fail", "not supported", "requires", "does not", "invalid", "cannot", "unknown")
-        return "\n".join([line for line in lines if any(w in line.lower() for w in words)][-4:] or lines[-4:])
-
-    def tokenize(self, text: str, special: bool = True, parse_special: bool = False) -> np.ndarray:
-        """Tokens, int32 [n]. ``special`` adds what the model wants at the start; llama-perplexity does so."""
-        raw = text.encode("utf-8")
-        room = len(raw) + 8
-        while True:
-            tokens = (self._lib.llama_token * room)()
-            count = self._lib.llama_tokenize(self.vocab, raw, len(raw), tokens, room, special, parse_special)
-            if count >= 0:
-                return np.array(tokens[:count], dtype=np.int32)
-            room = -count
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """Text of tokens; bytes that are no UTF-8 are replaced."""
-        pieces = bytearray()
-        room = 256
-        for token in tokens:
-            buffer = ctypes.create_string_buffer(room)
-            size = self._lib.llama_token_to_piece(self.vocab, int(token), buffer, room, 0, False)
-            pieces += buffer.raw[: max(size, 0)]
-        return pieces.decode("utf-8", "replace")
-
-    def ends(self, token: int) -> bool:
-        """Whether the model ends its text with this token."""
-        return bool(self._lib.llama_vocab_is_eog(self.vocab, int(token)))
-
-    def check_ctx(self, n_ctx: int) -> None:
-        """Raises KvfmtError if the context is longer than the model was trained for."""
-        if n_ctx > self.n_ctx_train:
-            raise KvfmtError(
-                f"a context of {n_ctx} tokens is more than the model's {self.n_ctx_train}",
-                f"Give at most {self.n_ctx_train} tokens.",
-            )
-
-    def _setting(self, name: str) -> int | None:
-        """A whole number from the model's file, under its architecture; None if it is not there or a list."""
-        buffer = ctypes.create_string_buffer(128)
-        self._lib.llama_model_meta_val_str(self.model, b"general.architecture", buffer, len(buffer))
-        found = self._lib.llama_model_meta_val_str(self.model, buffer.value + b"." + name.encode(), buffer, len(buffer))
-        return int(buffer.value) if found >= 0 and buffer.value.isdigit() else None
+class Engine(LoadedModel):
+    """A model in memory; caches are opened with ``open`` and closed before it."""
 
     def least_bytes(self, cache: Cache, n_ctx: int) -> int:
         """Bytes that this cache takes at least; 0 for a model whose layers are not alike."""
-        lib, k_v = self._lib, parse_kv(cache.kv)
+        lib, k_v = self.lib, parse_kv(cache.kv)
         heads, all_heads = lib.llama_model_n_head_kv(self.model), lib.llama_model_n_head(self.model)
         if not heads or self._setting("attention.head_count_kv") is None:
             return 0
@@ -168,7 +73,7 @@ class Engine:
         """
         self.check_ctx(n_ctx)
         self.check_memory(cache, n_ctx)
-        lib = self._lib
+        lib = self.lib
         k, v = parse_kv(cache.kv)
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx
@@ -209,7 +114,7 @@ class Session:
         self.engine, self.cache, self.n_ctx, self.rows, self.allocated = engine, cache, n_ctx, rows, allocated
         self.context = context  # for calls of the library that are not wrapped here
         self.length = 0
-        self._lib = engine._lib
+        self._lib = engine.lib
         self._memory = self._lib.llama_get_memory(context)
         self._batch = self._lib.llama_batch_init(UBATCH, 0, 1)
         room = (UBATCH,)

@@ -12,8 +12,8 @@ from bench.divergence import mean, share_of_few
 from bench.engine import Engine
 from bench.quality import provenance
 from bench.records import Metric, Results, Row, Setting, row_key
-from bench.subjects import ModelFile
 from kvfmt.errors import KvfmtError
+from kvfmt.subjects import ModelFile
 
 HORIZONS = (50, 100, 200)
 #: A loop: one cycle of at most so many tokens, repeated at least so often, at the end of the text.

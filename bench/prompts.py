@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from bench.subjects import Text
 from kvfmt.errors import UnknownName
+from kvfmt.subjects import Text
 
 _TOPICS = (
     "the tides", "a steam engine", "bees", "the invention of paper", "a violin", "volcanoes", "the human heart", "a sailing ship",

@@ -21,9 +21,9 @@ from bench.caches import F16, Cache
 from bench.divergence import Scores, by_position, compare, metrics
 from bench.engine import UBATCH, Engine, Session
 from bench.records import Metric, Provenance, Results, Row, row_key, spec_hashes
-from bench.subjects import ModelFile, Text
 from kvfmt.build.files import write_whole
 from kvfmt.errors import KvfmtError
+from kvfmt.subjects import ModelFile, Text
 
 #: Caches that are open at a time, beside f16's: what a pass costs in memory is bounded, and f16 runs once a pass.
 TOGETHER = 6

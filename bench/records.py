@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Union
 
-from bench.subjects import ModelFile, Text
 from kvfmt import registry
 from kvfmt.build.files import write_whole
 from kvfmt.errors import KvfmtError, MissingTool
 from kvfmt.policy import parse_kv
+from kvfmt.subjects import ModelFile, Text
 
 KINDS = ("quality", "generate", "retrieval", "speed", "lab", "probe")
 

@@ -14,8 +14,8 @@ from bench.divergence import mean, share_of_few
 from bench.engine import Engine, Session
 from bench.quality import provenance
 from bench.records import Metric, Results, Row, Setting, row_key
-from bench.subjects import ModelFile
 from kvfmt.errors import KvfmtError
+from kvfmt.subjects import ModelFile
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from bench.divergence import mean
 from bench.engine import UBATCH, Engine, Session
 from bench.quality import provenance
 from bench.records import Metric, Results, Row, Setting, row_key
-from bench.subjects import ModelFile, Text
 from kvfmt.errors import KvfmtError
+from kvfmt.subjects import ModelFile, Text
 
 #: Upstream rounds the cells of a cache up to a multiple of this.
 ROOM = 256

@@ -15,6 +15,8 @@ from kvfmt.errors import KvfmtError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="KV-cache quantization formats for llama.cpp.")
 models_app = typer.Typer(no_args_is_help=True, help="The models that the demo, the tests and the benchmarks use.")
 app.add_typer(models_app, name="models")
+profile_app = typer.Typer(no_args_is_help=True, help="Calibration profiles; `kvfmt calibrate` makes them.")
+app.add_typer(profile_app, name="profile")
 
 
 def plain_errors(command: Callable) -> Callable:
@@ -101,6 +103,57 @@ def demo(
     from kvfmt.demo import run_demo
 
     run_demo(k, v, protect)
+
+
+@app.command()
+@plain_errors
+def calibrate(
+    model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
+    text: list[str] = typer.Option(["docs", "cpp"], help="'docs', 'cpp' or a text file; may be given several times"),
+    tokens: int = typer.Option(16384, min=1, help="about so many, shared evenly by texts and context lengths"),
+    n_ctx: Optional[list[int]] = typer.Option(None, min=2, help="tokens of a context, as long as those you use; may be given several times; default: 1024 and 4096"),
+    k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
+    v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),
+    kind: str = typer.Option("full", "--map", help="none (Hadamard only), pairs (a factor for each RoPE pair) or full"),
+    centre: bool = typer.Option(True, help="subtract the mean key, where that changes nothing"),
+    output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.kvprofile.gguf in this folder"),
+    threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
+) -> None:
+    """Measure a model's keys and queries, and write the profile that makes its K cache more exact."""
+    from kvfmt import calibrate as work, geometry, profile_view
+    from kvfmt.build.console import progress, step
+    from kvfmt.errors import UnknownName
+    from kvfmt.subjects import find_model, find_text
+
+    if kind not in geometry.MAPS:
+        raise UnknownName(f"unknown map '{kind}'", "Known: " + ", ".join(geometry.MAPS))
+    if v != "none":
+        raise UnknownName(f"no layout for values of type '{v}'", "Values are stored as they are: --v none.")
+    layout = geometry.layout_for(k)
+    subject, texts = find_model(model), [find_text(name) for name in text]
+    target = output or Path(f"{subject.name}.kvprofile.gguf")
+    with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", tokens) as update:
+        made = work.calibrate(subject, texts, n_ctx or None, tokens, layout, kind, centre, threads, update)
+    made.profile.write(target)
+    bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
+    if centre and bound:
+        console.print(f"keys are not centred in layers {', '.join(str(layer) for layer in bound)}: a logit soft-cap or attention sinks make it matter")
+    console.print(profile_view.summary(made.profile))
+    step(f"profile: {target} ({made.profile.sidecar_bytes / 2**20:.2f} MiB of maps)")
+
+
+@profile_app.command("show")
+@plain_errors
+def profile_show(file: Path = typer.Argument(..., help="what `kvfmt calibrate` wrote")) -> None:
+    """Show where a profile comes from and what it does in each layer."""
+    from kvfmt import profile_view
+    from kvfmt.profile import Profile
+
+    profile = Profile.read(file)
+    for what, value in profile_view.facts(profile):
+        console.print(f"{what:8} {_plain(value)}", soft_wrap=True)
+    console.print(profile_view.layer_table(profile))
+    console.print(profile_view.summary(profile))
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -19,9 +19,9 @@ from bench.caches import F16, Cache, default_caches, parse_caches
 from bench.cli import app
 from bench.engine import Engine
 from bench.records import Metric, Results, build_id
-from bench.subjects import ModelFile, Text, find_model, find_text
 from kvfmt import perplexity, policy, registry
 from kvfmt.errors import KvfmtError, UnknownName
+from kvfmt.subjects import ModelFile, Text, find_model, find_text
 
 RANDOM_TEXT = Text("numbers", " ".join(str(i * i) for i in range(4000)))
 

@@ -18,8 +18,8 @@ from bench.cli import app
 from bench.engine import Engine
 from bench.records import Provenance, Results, Row
 from bench.retrieval import Answer
-from bench.subjects import find_model
 from kvfmt.errors import KvfmtError, UnknownName
+from kvfmt.subjects import find_model
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from bench.lab.methods import GROWTH, Method, all_methods, find_methods, growth
 from bench.lab.score import compare
 from bench.lab.session import LabError, Session
 from bench.records import Results
-from bench.subjects import Text, find_model
+from kvfmt.subjects import Text, find_model
 from converters import state as states
 from converters.state import StateError
 from kvfmt import registry

@@ -9,8 +9,8 @@ from bench.lab import experiment, locus, positions, probe
 from bench.lab.contexts import SETTINGS, Setting
 from bench.lab.methods import find_methods
 from bench.records import Results, Row
-from bench.subjects import find_model, find_text
 from kvfmt.build.console import console, progress
+from kvfmt.subjects import find_model, find_text
 
 
 def announce(row: Row) -> None:

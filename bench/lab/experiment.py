@@ -20,8 +20,8 @@ from bench.lab.policies import Layout
 from bench.lab.score import Scores
 from bench.lab.session import LabError, Session
 from bench.records import Metric, Outcome, Provenance, Results, Row
-from bench.subjects import ModelFile, Text
 from kvfmt import registry
+from kvfmt.subjects import ModelFile, Text
 
 #: Of the retrieval lists: their lengths, and how many questions each gets.
 LISTS, ASKED = (24, 48), 12

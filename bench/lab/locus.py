@@ -21,7 +21,7 @@ from bench.lab.probe import to_f16
 from bench.lab.score import Scores
 from bench.lab.session import Session
 from bench.records import Outcome, Results, Row
-from bench.subjects import ModelFile, Text
+from kvfmt.subjects import ModelFile, Text
 
 WK, NORMED, STORED = "W_k's output", "before RoPE", "as stored"
 LOCUS = Setting("locus", 64, 448, scored=128, count=2)

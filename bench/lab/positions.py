@@ -22,7 +22,7 @@ from bench.lab.probe import to_f16
 from bench.lab.score import Scores
 from bench.lab.session import Session
 from bench.records import Metric, Outcome, Results, Row
-from bench.subjects import ModelFile, Text
+from kvfmt.subjects import ModelFile, Text
 
 SINK, GROUPS = 4, 4
 POSITIONS = Setting("positions", 64, 448, scored=128, count=2)

@@ -15,7 +15,7 @@ from bench.lab.policies import Layers
 from bench.lab.score import Scores
 from bench.lab.session import Session
 from bench.records import Outcome, Results, Row
-from bench.subjects import ModelFile, Text
+from kvfmt.subjects import ModelFile, Text
 
 import numpy as np
 

@@ -8,66 +8,46 @@ from typing import Callable, Optional, Sequence
 
 import numpy as np
 
-from bench.engine import UBATCH, Engine, listen
+from bench.engine import Engine
 from converters.state import saved
+from kvfmt import watch
 from kvfmt.bindings import patched_bindings
 from kvfmt.errors import KvfmtError
+from kvfmt.runtime import UBATCH, listen
 
 
 class LabError(KvfmtError):
     """The model or the state cannot serve the experiment."""
 
 
-class Watch:
+class Watch(watch.Watch):
     """Collects tensors of the forward pass by name, such as "Kcur-3", in the order in which they are computed.
 
     A name may come several times in a pass: llama.cpp calls the keys "Kcur" as W_k gives them, with the bias
-    added, and after RoPE. ``seen[name]`` has one list per occurrence, of float32 [tokens, values] per pass.
+    added, and after RoPE. ``seen[name]`` has one list per occurrence, of float32 [values] per pass.
     """
 
     def __init__(self, wanted: Callable[[str], bool]) -> None:
-        llama = patched_bindings()
-        lib = ctypes.CDLL(str(next(Path(llama.__file__).parent.glob("lib/libggml-base*.so"))))
-        self._name, self._bytes, self._get = lib.ggml_get_name, lib.ggml_nbytes, lib.ggml_backend_tensor_get
-        self._name.restype, self._name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-        self._bytes.restype, self._bytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
-        self._get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
-        self.wanted, self.on = wanted, False
+        # Views have names such as "Kcur-3 (reshaped)": the same values once more, perhaps with gaps.
+        super().__init__(lambda node: wanted(node.name), self._collect)
         self.seen: dict[str, list[list[np.ndarray]]] = {}
         self._in_pass: dict[str, int] = {}
-        self.error: Optional[BaseException] = None
-        self.callback = llama.llama_cpp.ggml_backend_sched_eval_callback(self._call)
 
     def begin_pass(self) -> None:
         """Occurrences are counted anew in every forward pass."""
         self._in_pass.clear()
 
-    def _call(self, tensor, ask, _):
-        # An exception must not cross the C frames above.
-        try:
-            if not self.on:
-                return not ask
-            # Views have names such as "Kcur-3 (reshaped)": the same values once more, perhaps with gaps.
-            name = (self._name(tensor) or b"").decode("utf-8", "replace")
-            if ask:
-                return self.wanted(name)
-            data = np.empty(self._bytes(tensor) // 4, np.float32)
-            self._get(tensor, data.ctypes.data, 0, data.nbytes)
-            turn = self._in_pass.get(name, 0)
-            self._in_pass[name] = turn + 1
-            turns = self.seen.setdefault(name, [])
-            if len(turns) <= turn:
-                turns.append([])
-            turns[turn].append(data)
-            return True
-        except BaseException as error:  # noqa: BLE001
-            self.error = error
-            return False
+    def _collect(self, node: watch.Node) -> None:
+        turn = self._in_pass.get(node.name, 0)
+        self._in_pass[node.name] = turn + 1
+        turns = self.seen.setdefault(node.name, [])
+        if len(turns) <= turn:
+            turns.append([])
+        turns[turn].append(node.values().reshape(-1))
 
     def take(self, name: str, turn: int, tokens: int) -> np.ndarray:
         """float32 [tokens, values] of the ``turn``-th occurrence, -1 the last. Raises LabError if it was not seen."""
-        if self.error is not None:
-            raise self.error
+        self.check()
         turns = self.seen.get(name)
         if not turns:
             raise LabError(f"the forward pass has no tensor {name!r}", "The lab knows models whose graph names Qcur and Kcur.")

@@ -1,0 +1,201 @@
+"""Maps from statistics: exact inverses, never worse than a plain Hadamard, right at the edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.linalg import sqrtm
+
+from kvfmt import geometry as g
+from kvfmt.errors import KvfmtError, UnknownName
+from kvfmt.moments import LayerStatistics, Moments
+
+SIZES = (1, 4, 24, 64, 96)
+#: Enough vectors that nothing is shrunk: what is tested is the mathematics.
+MANY = 10**12
+
+
+def moment(rng: np.random.Generator, size: int, decades: float) -> np.ndarray:
+    """A random second moment whose eigenvalues span that many powers of ten."""
+    q = np.linalg.qr(rng.standard_normal((size, size)))[0]
+    m = (q * 10 ** rng.uniform(-decades / 2, decades / 2, size)) @ q.T
+    return (m + m.T) / 2
+
+
+def layer(k_cov: np.ndarray, q_moment: np.ndarray, mean: np.ndarray | None = None, count: int = MANY, **more) -> LayerStatistics:
+    size = len(k_cov)
+    mean = np.zeros(size) if mean is None else mean
+    fields = dict(shift_free=True, rotated=size - size % 2, adjacent=False, k_first=3 * np.ones((1, size))) | more
+    return LayerStatistics(
+        tokens=count, queries=count, k_mean=mean[None], k_cov=k_cov[None], q_moment=q_moment[None],
+        v_mean=np.zeros((1, size)), v_moment=np.eye(size)[None], **fields,
+    )
+
+
+cases = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(SIZES), st.floats(0, 5), st.sampled_from(g.MAPS), st.booleans(), st.booleans())
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases)
+def test_maps_undo_each_other_and_beat_a_plain_hadamard(case):
+    seed, size, decades, kind, centre, adjacent = case
+    rng = np.random.default_rng(seed)
+    keys, queries = moment(rng, size, decades), moment(rng, size, decades)
+    found = layer(keys, queries, 5 * rng.standard_normal(size), adjacent=adjacent)
+    maps = g.key_maps(found, g.FLAT, kind, centre)
+    a, inverse = maps.key[0], maps.query[0]
+    np.testing.assert_allclose(inverse.T @ a, np.eye(size), atol=1e-6)
+    assert np.linalg.slogdet(a)[1] + np.linalg.slogdet(inverse)[1] == pytest.approx(0, abs=1e-6)
+    # Logits are the same in exact arithmetic.
+    k, q = rng.standard_normal(size), rng.standard_normal(size)
+    assert (inverse @ q) @ (a @ k) == pytest.approx(q @ k, rel=1e-6, abs=1e-6 * np.linalg.norm(q) * np.linalg.norm(k))
+    seen = keys if centre else found.k_moment()[0]
+    assert g.logit_error(a, inverse, seen, queries) == pytest.approx(maps.error[0], rel=1e-6)
+    assert maps.error[0] <= maps.plain[0] * (1 + 1e-6)
+    # Stored keys have mean power 1: f16 scales of blocks hold them.
+    assert np.trace(a @ seen @ a.T) / size == pytest.approx(1, rel=1e-6)
+    # After the Hadamard of a power of two, noise and keys are the same in every slot where the map made channels independent.
+    if kind == "full" and size & (size - 1) == 0:
+        np.testing.assert_allclose(np.diag(a @ seen @ a.T), 1, rtol=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(SIZES), st.floats(0, 4))
+def test_each_step_is_at_least_as_good_as_the_one_before(seed, size, decades):
+    rng = np.random.default_rng(seed)
+    found = layer(moment(rng, size, decades), moment(rng, size, decades), 5 * rng.standard_normal(size))
+    errors = [g.key_maps(found, g.FLAT, kind, centre).error[0] for kind, centre in (("none", False), ("none", True), ("pairs", True), ("full", True))]
+    assert all(after <= before * (1 + 1e-6) for before, after in zip(errors, errors[1:]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from((4, 24, 64)), st.floats(0, 4))
+def test_the_full_map_is_the_geometric_mean_and_the_least(seed, size, decades):
+    rng = np.random.default_rng(seed)
+    keys, queries = moment(rng, size, decades), moment(rng, size, decades)
+    a, inverse, spectrum = g.full_map(keys, queries)
+    mean = a.T @ a
+    # The geometric mean M of keys^-1 and queries is the solution of M keys M = queries.
+    np.testing.assert_allclose(mean @ keys @ mean, queries, rtol=1e-6, atol=1e-6 * np.abs(queries).max())
+    np.testing.assert_allclose(a @ keys @ a.T, np.diag(spectrum), atol=1e-6 * spectrum[0])
+    np.testing.assert_allclose(inverse @ queries @ inverse.T, np.diag(spectrum), atol=1e-6 * spectrum[0])
+    assert (np.diff(spectrum) <= 0).all()
+    best = g.logit_error(a, inverse, keys, queries)
+    assert best == pytest.approx(np.trace(sqrtm(keys @ queries)).real ** 2 / size, rel=1e-4)
+    other = np.eye(size) + 0.3 * rng.standard_normal((size, size)) / np.sqrt(size)
+    assert g.logit_error(other @ a, np.linalg.inv(other @ a).T, keys, queries) >= best * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from((4, 64)), st.floats(-3, 3), st.floats(-3, 3), st.sampled_from(g.MAPS))
+def test_units_of_keys_and_queries_do_not_matter(seed, size, k_unit, q_unit, kind):
+    rng = np.random.default_rng(seed)
+    keys, queries = moment(rng, size, 3), moment(rng, size, 3)
+    one = g.key_maps(layer(keys, queries), g.FLAT, kind)
+    other = g.key_maps(layer(keys * 10 ** (2 * k_unit), queries * 10 ** (2 * q_unit)), g.FLAT, kind)
+    np.testing.assert_allclose(other.key * 10**k_unit, one.key, rtol=1e-5, atol=1e-6 * np.abs(one.key).max())
+    assert other.plain[0] / other.error[0] == pytest.approx(one.plain[0] / one.error[0], rel=1e-6)
+
+
+def test_pairs_commute_with_rope():
+    rng = np.random.default_rng(0)
+    size, rotated = 16, 8
+    angle = rng.uniform(0, 6, rotated // 2)
+    for adjacent in (False, True):
+        turn = np.eye(size)
+        for i, x in enumerate(angle):
+            at = [2 * i, 2 * i + 1] if adjacent else [i, i + rotated // 2]
+            turn[np.ix_(at, at)] = [[np.cos(x), -np.sin(x)], [np.sin(x), np.cos(x)]]
+        a, inverse = g.pair_map(moment(rng, size, 3), moment(rng, size, 3), rotated, adjacent)
+        np.testing.assert_allclose(a @ turn, turn @ a, atol=1e-12)
+        assert np.ptp(np.diag(a)) > 0.1 and (a == np.diag(np.diag(a))).all()
+        np.testing.assert_allclose(a @ inverse, np.eye(size), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", g.MAPS)
+@pytest.mark.parametrize(
+    "what", ["no key varies", "no query", "one channel is dead", "keys in a plane", "fewer tokens than values", "huge", "tiny"]
+)
+def test_degenerate_heads_have_finite_maps(kind, what):
+    rng = np.random.default_rng(5)
+    size, count = 64, 4000
+    x, y = rng.standard_normal((1, count, size)), rng.standard_normal((1, count, size))
+    if what == "no key varies":
+        x[:] = x[:, :1]
+    elif what == "no query":
+        y[:] = 0
+    elif what == "one channel is dead":
+        x[:, :, 7] = 0
+        y[:, :, 9] = 0
+    elif what == "keys in a plane":
+        x = x[:, :, :2] @ rng.standard_normal((2, size))
+    elif what == "fewer tokens than values":
+        x, y = x[:, :20], y[:, :20]
+    elif what == "huge":
+        x *= 3e4
+    elif what == "tiny":
+        x *= 1e-4
+    k, q = Moments(1, size), Moments(1, size)
+    k.add(x)
+    q.add(y)
+    found = LayerStatistics(x.shape[1], y.shape[1], k.mean, k.covariance(), q.second(), k.mean, k.second(), k.mean + 1, True, size, False)
+    maps = g.key_maps(found, g.FLAT, kind, True)
+    assert np.isfinite(maps.key).all() and np.isfinite(maps.query).all()
+    np.testing.assert_allclose(maps.query[0].T @ maps.key[0], np.eye(size), atol=1e-5)
+    assert maps.error[0] <= maps.plain[0] * (1 + 1e-9) + 1e-300
+    # New vectors of the same kind are not blown up.
+    fresh = (x[0] - k.mean[0]) @ maps.key[0].T
+    assert np.mean(fresh**2) < 1.5
+
+
+def test_shrinking_follows_its_rule():
+    m = np.array([[4.0, 1.0], [1.0, 0.0]])
+    safe = g.shrunk(m, 6)
+    assert safe[0, 1] == safe[1, 0] == pytest.approx(1 - 8 / 14)
+    assert safe[0, 0] == pytest.approx(4 + 2 * g.FLOOR) and safe[1, 1] == pytest.approx(2 * g.FLOOR)
+    np.testing.assert_array_equal(g.shrunk(np.zeros((3, 3)), 5), np.eye(3))
+
+
+def test_centring_is_left_out_where_softmax_is_not_shift_invariant():
+    rng = np.random.default_rng(1)
+    found = layer(moment(rng, 64, 2), moment(rng, 64, 2), rng.standard_normal(64), shift_free=False)
+    maps = g.key_maps(found, centre=True)
+    assert maps.mean is None
+    np.testing.assert_array_equal(maps.key, g.key_maps(found, centre=False).key)
+
+
+def test_the_first_key_is_reported():
+    found = layer(np.eye(4), np.eye(4), np.ones(4), k_first=np.array([[9.0, 1, 1, 1]]))
+    maps = g.key_maps(found, kind="none")
+    assert maps.first_error[0] == pytest.approx(64) and maps.first_plain[0] == pytest.approx(84)
+
+
+def test_a_layout_orders_scales_and_mixes():
+    lay = g.Layout("x", lambda s: np.argsort(s), lambda s: 1 / s, lambda d: (d // 4, d - d // 4))
+    forward, inverse = lay.matrices(np.array([4.0, 3.0, 2.0, 1.0]))
+    np.testing.assert_allclose(inverse.T @ forward, np.eye(4), atol=1e-12)
+    np.testing.assert_allclose(forward[0], [0, 0, 0, 1])
+    np.testing.assert_allclose(np.abs(forward[1:, :3]) @ [1, 0, 0], g.mixing(3)[:, 2].__abs__() / 4)
+    with pytest.raises(ValueError, match="does not lay out"):
+        g.Layout("y", lambda s: [0, 0], lambda s: s, lambda d: (d,)).matrices(np.ones(2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 80, 96, 192, 576])
+def test_mixing_is_orthogonal_and_flat(size):
+    m = g.mixing(size)
+    np.testing.assert_allclose(m @ m.T, np.eye(size), atol=1e-12)
+    assert np.abs(m).max() <= np.sqrt(2 / size) + 1e-12
+    if size & (size - 1) == 0:
+        np.testing.assert_allclose(np.abs(m), size**-0.5)
+
+
+def test_names():
+    assert g.layout_for("kvq3") is g.layout_for("q4_0") is g.layout_for("flat") is g.FLAT
+    with pytest.raises(UnknownName):
+        g.layout_for("q9")
+    with pytest.raises(UnknownName, match="unknown map"):
+        g.key_maps(layer(np.eye(4), np.eye(4)), kind="odd")
+    with pytest.raises(KvfmtError, match="damaged"):
+        g.full_map(-np.eye(4), np.eye(4))

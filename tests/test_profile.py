@@ -1,0 +1,287 @@
+"""The profile file: what is written is read, what is damaged or another model's is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, GGUFWriter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import random_gguf
+from kvfmt import registry
+from kvfmt.errors import KvfmtError
+from kvfmt.gguf_read import read_gguf
+from kvfmt.moments import LayerStatistics
+from kvfmt.profile import LayerMaps, Profile, ProfileError, fingerprint_of, formats_of
+from kvfmt.profile_view import facts, layer_table, summary
+
+HEAD, HEADS, LAYERS = 64, 2, 4
+
+
+def statistics(rng: np.random.Generator, heads: int = HEADS, size: int = HEAD) -> LayerStatistics:
+    def moment() -> np.ndarray:
+        x = rng.standard_normal((heads, size, 2 * size)).astype(np.float32)
+        return x @ x.transpose(0, 2, 1) / (2 * size)
+
+    def vector() -> np.ndarray:
+        return rng.standard_normal((heads, size)).astype(np.float32)
+
+    return LayerStatistics(1000, 2000, vector(), moment(), moment(), vector(), moment(), vector(), True, size, False)
+
+
+def make(layers: int = LAYERS, head: int = HEAD, heads: int = HEADS, fingerprint: str = "0123456789abcdef", **more) -> Profile:
+    """Layer 1 has nothing, layer 2 has no mean, and values are mapped in layer 3."""
+    rng = np.random.default_rng(3)
+
+    def pair(transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+        a = np.stack([np.linalg.qr(rng.standard_normal((head, head)))[0] for _ in range(heads)])
+        a *= 1.5
+        inverse = np.linalg.inv(a)
+        return a.astype(np.float16), (inverse.transpose(0, 2, 1) if transposed else inverse).astype(np.float32 if transposed else np.float16)
+
+    maps = {}
+    for layer in (i for i in range(layers) if i != 1):
+        k, q = pair(True)
+        v, o = pair(False) if layer == 3 else (None, None)
+        mean = None if layer == 2 else rng.standard_normal((heads, head)).astype(np.float32)
+        maps[layer] = LayerMaps(mean, k, q, v, o)
+    fields = dict(
+        name="test", architecture="llama", layers=layers, fingerprint=fingerprint,
+        layout_k=tuple("" if i == 1 else "flat" for i in range(layers)), layout_v=tuple("flat" if i == 3 else "" for i in range(layers)),
+        maps=maps, statistics={0: statistics(rng, heads, head)}, provenance={"tokens": 1000, "text.name": ["docs"], "context": [128, 256], "centre": True},
+    )
+    return Profile(**{**fields, **more})
+
+
+def assert_same(a: Profile, b: Profile) -> None:
+    for f in dataclasses.fields(Profile):
+        if f.name not in ("maps", "statistics"):
+            assert getattr(a, f.name) == getattr(b, f.name), f.name
+    for kind in ("maps", "statistics"):
+        assert set(getattr(a, kind)) == set(getattr(b, kind))
+        for layer, found in getattr(a, kind).items():
+            for f in dataclasses.fields(found):
+                x, y = getattr(found, f.name), getattr(getattr(b, kind)[layer], f.name)
+                assert (x is None) == (y is None) and type(x) is type(y), f.name
+                if isinstance(x, np.ndarray):
+                    assert x.dtype == y.dtype
+                    np.testing.assert_array_equal(x, y)
+                else:
+                    assert x == y
+
+
+def test_what_is_written_is_read(tmp_path):
+    types = ("f16", "kvq3", "q8_0", "")
+    profile = make(types_k=types, types_v=types, formats=formats_of(types))
+    assert profile.formats == {"kvq3": registry.get("kvq3").spec.hash}
+    profile.write(tmp_path / "p.gguf")
+    again = Profile.read(tmp_path / "p.gguf")
+    assert_same(profile, again)
+    assert again.hash == profile.hash
+    assert again.sidecar_bytes == 3 * HEADS * HEAD * HEAD * (2 + 4) + 2 * HEADS * HEAD * 4 + HEADS * HEAD * HEAD * (2 + 2)
+    assert [f.name for f in tmp_path.iterdir()] == ["p.gguf"]
+
+
+def test_the_file_is_laid_out_as_llama_cpp_reads_it(tmp_path):
+    profile = make()
+    profile.write(tmp_path / "p.gguf")
+    # gguf-py's reader is another implementation than the one that is tested.
+    reader = GGUFReader(tmp_path / "p.gguf")
+    assert reader.fields["general.architecture"].contents() == "kvfmt-profile"
+    assert reader.fields["kvfmt.profile.layout_k"].contents() == ["flat", "", "flat", "flat"]
+    assert reader.fields["kvfmt.profile.hash"].contents() == profile.hash
+    tensors = {t.name: t for t in reader.tensors}
+    assert tensors["blk.0.kv_k_mean"].shape.tolist() == [HEAD, HEADS]
+    key = tensors["blk.0.kv_k_map"]
+    assert key.shape.tolist() == [HEAD, HEAD, HEADS] and key.tensor_type.name == "F16"
+    # ggml_mul_mat(map, k): value j of the result is map[:, j] . k, and ne0 runs fastest.
+    flat = np.asarray(key.data).reshape(-1)
+    np.testing.assert_array_equal(flat[HEAD * HEAD + 5 * HEAD : HEAD * HEAD + 6 * HEAD], profile.maps[0].k_map[1, 5])
+    assert "blk.1.kv_k_map" not in tensors and "blk.2.kv_k_mean" not in tensors and "kvfmt.profile.formats" not in reader.fields
+
+
+def test_the_hash_is_over_what_llama_cpp_reads():
+    profile = make()
+    same = [make(name="other"), make(provenance={}), make(statistics={})]
+    assert {p.hash for p in same} == {profile.hash}
+    changed = dict(profile.maps)
+    mean = profile.maps[0].k_mean.copy()
+    mean[0, 0] = np.nextafter(mean[0, 0], np.float32(9))
+    changed[0] = dataclasses.replace(profile.maps[0], k_mean=mean)
+    types = ("f16",) * LAYERS
+    others = [make(maps=changed), make(fingerprint="f" * 16), make(architecture="qwen2"), make(types_k=types, types_v=types)]
+    assert len({p.hash for p in [profile, *others]}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"layers": 0}, "0 layers"),
+        ({"fingerprint": "xyz"}, "fingerprint"),
+        ({"layout_k": ("flat",)}, "layout_k has 1 entries for 4"),
+        ({"layout_k": ("flat", "", "q9", "flat")}, "layer 2 is 'q9'"),
+        ({"layout_k": ("", "", "flat", "flat")}, "layer 0 has layout ''"),
+        ({"layout_k": ("flat",) * 4}, "layer 1 has layout 'flat'"),
+        ({"layout_v": ("",) * 4}, "layer 3 has layout '' for V"),
+        ({"types_k": ("f16",) * 4}, "types for one of K and V"),
+        ({"types_k": ("q9",) * 4, "types_v": ("f16",) * 4}, "types_k of layer 0 is 'q9'"),
+        ({"types_k": ("kvq3",) * 4, "types_v": ("f16",) * 4}, "spec hashes"),
+        ({"types_k": ("kvq3",) * 4, "types_v": ("f16",) * 4, "formats": {"kvq3": "12"}}, "64 hex digits"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change, said):
+    with pytest.raises(ProfileError, match=said):
+        make(**change)
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("k_mean", np.zeros((HEADS, 32), np.float32), "k_mean is"),
+        ("k_mean", np.zeros((HEADS, HEAD), np.float16), "k_mean is float16"),
+        ("k_mean", np.full((HEADS, HEAD), np.nan, np.float32), "not finite"),
+        ("k_map", np.zeros((HEADS, HEAD, 32), np.float32), "k_map is"),
+        ("k_map", np.zeros((HEADS, HEAD, HEAD)), "float64"),
+        ("k_map", np.zeros((HEADS, HEAD, HEAD), np.float32), "does not undo"),
+        ("k_map", np.full((HEADS, HEAD, HEAD), np.inf, np.float16), "not finite"),
+        ("q_map", None, "layout 'flat' for K"),
+        ("q_map", np.zeros((1, HEAD, HEAD), np.float32), "q_map is|k_mean is"),
+        ("o_map", np.zeros((HEADS, HEAD, HEAD), np.float32), "layer 0 has layout ''"),
+    ],
+)
+def test_bad_maps_are_refused(name, value, said):
+    profile = make()
+    with pytest.raises(ProfileError, match=said):
+        make(maps={**profile.maps, 0: dataclasses.replace(profile.maps[0], **{name: value})})
+
+
+def small() -> Profile:
+    return make(layers=2, head=4, heads=1)
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("profile") / "small.gguf"
+    small().write(path)
+    return path.read_bytes(), path.with_name("damaged.gguf")
+
+
+def read_bytes(data: bytes, path) -> Profile:
+    path.write_bytes(data)
+    return Profile.read(path)
+
+
+def test_every_truncation_is_refused(small_file):
+    data, path = small_file
+    end = max(t.offset + t.floats().nbytes for t in read_gguf(_written(path, data)).tensors.values())
+    for size in [*range(0, end, 7), end - 1]:
+        with pytest.raises(KvfmtError):
+            read_bytes(data[:size], path)
+
+
+def _written(path, data):
+    path.write_bytes(data)
+    return path
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_mutated_file_is_refused_or_means_the_same(small_file, data):
+    good, path = small_file
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 8))
+        size = data.draw(st.sampled_from([1, 4, 8]))
+        raw[at : at + size] = data.draw(st.one_of(st.binary(min_size=size, max_size=size), st.sampled_from([b"\xff" * size, b"\0" * size, (2**31).to_bytes(8, "little")[:size]])))
+    try:
+        read = read_bytes(bytes(raw), path)
+    except KvfmtError:
+        return
+    # Names, provenance and statistics are free; what llama.cpp applies is not.
+    assert read.hash == small().hash
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_refused(small_file, data):
+    for head in (b"", b"GGUF\3\0\0\0"):
+        with pytest.raises(KvfmtError):
+            read_bytes(head + data, small_file[1])
+
+
+def test_nothing_half_written(tmp_path, monkeypatch):
+    with pytest.raises(KvfmtError, match="no folder"):
+        small().write(tmp_path / "none" / "p.gguf")
+    (tmp_path / "p.gguf").write_bytes(b"before")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(GGUFWriter, "write_tensors_to_file", full)
+    with pytest.raises(KvfmtError, match="No space"):
+        small().write(tmp_path / "p.gguf")
+    assert [f.name for f in tmp_path.iterdir()] == ["p.gguf"] and (tmp_path / "p.gguf").read_bytes() == b"before"
+
+
+def test_the_fingerprint_is_fnv_of_the_norm_weights(tmp_path):
+    model = random_gguf.llama(tmp_path / "m.gguf", n_layer=2, n_embd=128)
+    tensors = {t.name: t for t in GGUFReader(model).tensors}
+    value = 14695981039346656037
+    for name in ("blk.0.attn_norm.weight", "blk.1.attn_norm.weight", "output_norm.weight"):
+        for byte in np.asarray(tensors[name].data, "<f4").tobytes():
+            value = ((value ^ byte) * 1099511628211) % 2**64
+    assert fingerprint_of(model) == f"{value:016x}"
+    assert fingerprint_of(random_gguf.llama(tmp_path / "n.gguf", n_layer=2, n_embd=128, seed=2)) != f"{value:016x}"
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    model = random_gguf.llama(tmp_path / "m.gguf", head=HEAD, n_head_kv=HEADS)
+    print_ = fingerprint_of(model)
+    good = make(fingerprint=print_)
+    good.check_model(model)
+    for profile, said in (
+        (make(architecture="qwen2", fingerprint=print_), "architecture 'qwen2', this is 'llama'"),
+        (make(layers=5, fingerprint=print_), "5 layers, this model has 4"),
+        (make(head=32, fingerprint=print_), "heads of 32 in it, 64"),
+        (make(heads=1, fingerprint=print_), "1 KV heads in it, 2"),
+        (make(), "norm weights"),
+    ):
+        with pytest.raises(ProfileError, match=said):
+            profile.check_model(model)
+    types = ("kvq3",) * LAYERS
+    with pytest.raises(ProfileError, match="kvq3 with spec hash 00000000"):
+        make(fingerprint=print_, types_k=types, types_v=types, formats={"kvq3": "0" * 64}).check_model(model)
+    with pytest.raises(ProfileError, match="not a model"):
+        good.write(tmp_path / "p.gguf")
+        good.check_model(tmp_path / "p.gguf")
+    with pytest.raises(KvfmtError, match="no file"):
+        good.check_model(tmp_path / "none.gguf")
+
+
+def test_a_model_is_no_profile(tmp_path):
+    with pytest.raises(ProfileError, match="m.gguf: it has architecture 'llama'"):
+        Profile.read(random_gguf.llama(tmp_path / "m.gguf"))
+
+
+def test_other_versions_are_refused(small_file):
+    data, path = small_file
+    key = b"kvfmt.profile.version"
+    at = data.index(key) + len(key) + 4
+    with pytest.raises(ProfileError, match="version 2"):
+        read_bytes(data[:at] + b"\2" + data[at + 1 :], path)
+
+
+def test_show(tmp_path):
+    from rich.console import Console
+
+    profile = make()
+    assert ("hash", profile.hash[:16]) in facts(profile)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(layer_table(profile))
+    text = console.export_text()
+    assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()] == ["0", "2", "3"]
+    assert "dB" in summary(profile) and "no statistics" in summary(make(statistics={}))
