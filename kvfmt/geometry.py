@@ -83,20 +83,45 @@ class Layout:
 #: For any type whose noise is the same in every slot: everything is spread over the whole head.
 FLAT = Layout("flat", lambda s: np.arange(len(s)), lambda s: np.ones(len(s)), lambda d: (d,))
 
-LAYOUTS = {layout.name: layout for layout in (FLAT,)}
+
+def by_importance(name: str, sizes: tuple[int, ...]) -> Layout:
+    """The layout of a format whose blocks are groups of falling precision, of the given sizes.
+
+    Channel of rank r, by falling spectrum, goes to block r mod the number of blocks, the next free slot, so that all
+    blocks are alike. Each group is scaled to unit mean variance, as a spectrum of the full map says it, and mixed. Its
+    functions raise KvfmtError for heads that are not whole blocks.
+    """
+    block = sum(sizes)
+
+    def blocks(size: int) -> int:
+        if size % block:
+            raise KvfmtError(f"heads of {size} values are not whole blocks of {name}, {block} each", "Choose another type for this model's keys.")
+        return size // block
+
+    def order(spectrum: np.ndarray) -> np.ndarray:
+        count = blocks(len(spectrum))
+        return np.argsort(-spectrum, kind="stable").reshape(block, count).T.ravel()
+
+    def groups(size: int) -> tuple[int, ...]:
+        return sizes * blocks(size)
+
+    def gains(spectrum: np.ndarray) -> np.ndarray:
+        parts = np.split(spectrum, np.cumsum(groups(len(spectrum)))[:-1])
+        return np.concatenate([np.full(len(part), np.mean(part) ** -0.5) for part in parts])
+
+    return Layout(name, order, gains, groups)
 
 
+@lru_cache(maxsize=None)
 def layout_for(kind: str) -> Layout:
-    """The layout that a cache type wants: its own if it has one, else "flat". Raises UnknownName for no cache type."""
+    """The layout that a cache type wants: its own if it needs one, else "flat". Raises UnknownName for no cache type."""
     from kvfmt import registry
     from kvfmt.policy import cache_type
 
-    if kind in LAYOUTS:
-        return LAYOUTS[kind]
-    name = cache_type(kind).name
-    if name in {fmt.spec.name for fmt in registry.all_formats()} and getattr(registry.get(name).spec, "needs_profile", False):
-        raise UnknownName(f"type {name} needs a layout of its own, and there is none", "Known layouts: " + ", ".join(LAYOUTS))
-    return FLAT
+    if kind == FLAT.name:
+        return FLAT
+    chosen = cache_type(kind)
+    return by_importance(chosen.name, registry.get(chosen.name).spec.groups) if chosen.needs_profile else FLAT
 
 
 @dataclass(frozen=True)
@@ -193,8 +218,11 @@ def head_map(keys: np.ndarray, queries: np.ndarray, kind: str, rotated: int, adj
 def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "full", centre: bool = True) -> KeyMaps:
     """The maps of a layer's keys. ``centre`` is ignored where the layer's softmax is not shift-invariant.
 
-    Scaled so that stored keys have mean power 1. Raises UnknownName for an unknown ``kind``, KvfmtError for damaged statistics.
+    Scaled so that stored keys have mean power 1. Raises UnknownName for an unknown ``kind``, KvfmtError for damaged statistics,
+    and for another than the full map with a layout other than FLAT.
     """
+    if kind != "full" and layout is not FLAT:
+        raise KvfmtError(f"the channels of map '{kind}' are not of the size that layout {layout.name} counts on", "Use the full map.")
     centre = centre and statistics.shift_free
     seen = (statistics.k_cov if centre else statistics.k_moment()).astype(np.float64)
     plain_seen = statistics.k_moment().astype(np.float64)

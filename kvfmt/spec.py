@@ -86,6 +86,9 @@ class BlockSpec:
     needs_profile: bool = False
     #: The stored scale keeps <x, decoded> = <x, x>, for values that are averaged, instead of minimising the error.
     unbiased: bool = False
+    #: Then: sizes of the consecutive groups of values that a head's channels fill, the most important first. The profile brings
+    #: each group to about unit variance and mixes the values within it.
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not PRIVATE_ID_BASE <= self.type_id < PRIVATE_ID_END:
@@ -96,6 +99,8 @@ class BlockSpec:
         names = [field.name for field in self.fields]
         if len(set(names)) != len(names):
             raise ValueError(f"{self.name}: a field name occurs twice in {names}")
+        if bool(self.groups) != self.needs_profile or self.groups and sum(self.groups) != self.block:
+            raise ValueError(f"{self.name}: groups {self.groups} do not fill a block of {self.block} that a profile lays out")
         if self.fields[0].dtype != "f16":
             raise ValueError(f"{self.name}: the f16 scale comes first, so that it stays 2-byte aligned")
 
@@ -127,9 +132,10 @@ class BlockSpec:
 
     @property
     def hash(self) -> str:
-        """sha256 (hex) over everything that decides the bytes. Prose (summary, meanings, roles) is left out."""
+        """sha256 (hex) over everything that decides the bytes. Prose (summary, meanings, roles) is left out,
+        and so are ``groups``: a profile's maps follow from them, a block's bytes do not."""
         record = dataclasses.asdict(self)
-        for key in ("summary", "roles"):
+        for key in ("summary", "roles", "groups"):
             del record[key]
         for flag in ("needs_profile", "unbiased"):
             # Formats that are older than a flag keep their hash.

@@ -109,6 +109,9 @@ def test_the_hash_ignores_prose():
         ({"type_id": 1024}, "outside the private range"),
         ({"fields": (SPEC.fields[0], SPEC.fields[1], SPEC.fields[1])}, "a field name occurs twice"),
         ({"fields": (SPEC.fields[1], SPEC.fields[0])}, "the f16 scale comes first"),
+        ({"needs_profile": True}, "do not fill a block of 64 that a profile lays out"),
+        ({"needs_profile": True, "groups": (32, 16)}, "do not fill a block"),
+        ({"groups": (64,)}, "do not fill a block"),
     ],
 )
 def test_a_wrong_spec_is_refused(changed, message):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
 from kvfmt import geometry as g
+from kvfmt import registry
 from kvfmt.errors import KvfmtError, UnknownName
 from kvfmt.moments import LayerStatistics, Moments
 
@@ -189,6 +190,57 @@ def test_mixing_is_orthogonal_and_flat(size):
     assert np.abs(m).max() <= np.sqrt(2 / size) + 1e-12
     if size & (size - 1) == 0:
         np.testing.assert_allclose(np.abs(m), size**-0.5)
+
+
+each_unequal = pytest.mark.parametrize("fmt", [f for f in registry.all_formats() if f.spec.needs_profile], ids=lambda f: f.spec.name)
+
+
+@each_unequal
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_a_format_s_layout_orders_by_importance_and_brings_groups_to_unit_variance(fmt, size):
+    layout = g.layout_for(fmt.spec.name)
+    assert layout.name == fmt.spec.name and g.layout_for(fmt.spec.name) is layout
+    rng = np.random.default_rng(7)
+    spectrum = rng.permutation(np.geomspace(1e-4, 10, size))
+    order, count = layout.order(spectrum), size // 64
+    rank = np.argsort(np.argsort(-spectrum))
+    for slot in range(size):
+        assert rank[order[slot]] == slot % 64 * count + slot // 64
+    assert layout.groups(size) == (16,) * (size // 16)
+    forward, inverse = layout.matrices(spectrum)
+    np.testing.assert_allclose(inverse.T @ forward, np.eye(size), atol=1e-12)
+    stored = forward @ np.diag(spectrum) @ forward.T
+    # A Hadamard spreads the variance of a group evenly.
+    np.testing.assert_allclose(np.diag(stored), 1, rtol=1e-9)
+    # Nothing leaks from one group into another.
+    groups = np.arange(size) // 16
+    assert not stored[groups[:, None] != groups].any()
+
+
+@each_unequal
+def test_an_unequal_layout_beats_equal_bits(fmt):
+    """Keys and queries whose spectrum falls as real ones' does: what the block's errors do to a logit, against kvq of the same size."""
+    rng = np.random.default_rng(8)
+    size, count = 128, 1500
+    spectrum = np.geomspace(1, 1e-3, size)
+    keys, queries = (rng.standard_normal((count, size)) * np.sqrt(spectrum) for _ in range(2))
+    errors = []
+    for name in (fmt.spec.name, fmt.spec.name.replace("kvt", "kvq")):
+        forward, inverse = g.layout_for(name).matrices(spectrum)
+        coder = registry.get(name)
+        stored = (keys @ forward.T).astype(np.float32)
+        error = coder.decode(coder.encode(stored)).astype(np.float64) - stored
+        errors.append(np.mean((queries @ inverse.T @ error.T) ** 2))
+    assert errors[0] < 0.6 * errors[1]
+
+
+@each_unequal
+def test_what_a_layout_cannot_lay_out_is_refused(fmt):
+    layout = g.layout_for(fmt.spec.name)
+    with pytest.raises(KvfmtError, match=f"heads of 80 values are not whole blocks of {fmt.spec.name}, 64 each"):
+        g.key_maps(layer(np.eye(80), np.eye(80)), layout)
+    with pytest.raises(KvfmtError, match=f"not of the size that layout {fmt.spec.name} counts on"):
+        g.key_maps(layer(np.eye(64), np.eye(64)), layout, kind="pairs")
 
 
 def test_names():

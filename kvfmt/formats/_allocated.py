@@ -123,6 +123,7 @@ def make_format(name: str, type_id: int, allocation: Allocation, summary: str) -
         roles=("K",),
         summary=summary,
         needs_profile=True,
+        groups=(QUARTER,) * 4,
     )
     encode_block, decode_levels, scratch = _make_kernels(spec, allocation)
     return Format(spec, *make_drivers(encode_block, decode_levels, BLOCK, spec.size, LEVEL_SHIFT, scratch))
