@@ -460,3 +460,11 @@ def calibrate(
         "text.name": [text.name for text in texts], "text.sha256": [text.sha256 for text in texts],
         "model.file": Path(subject.path).name, "model.sha256": subject.sha256, "build": llama_cpp.__version__,
     })
+
+
+def again(subject: ModelFile, profile: Profile, layout: Layout = FLAT, kind: str = "full", centre: bool = True) -> Calibration:
+    """A profile with other maps from the statistics of ``profile``. Raises KvfmtError if it is another model's, or has none."""
+    profile.check_model(subject.path)
+    if not profile.statistics:
+        raise CalibrationError(f"profile '{profile.name}' has no statistics", "Calibrate again, without --statistics.")
+    return make_profile(subject, profile.statistics, layout, kind, centre, profile.provenance)

@@ -117,6 +117,7 @@ def calibrate(
     v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),
     kind: str = typer.Option("full", "--map", help="none (Hadamard only), pairs (a factor for each RoPE pair) or full"),
     centre: bool = typer.Option(True, help="subtract the mean key, where that changes nothing"),
+    statistics: Optional[Path] = typer.Option(None, help="take those of this profile of the same model, and run nothing: to make maps for another type"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.kvprofile.gguf in this folder"),
     threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
 ) -> None:
@@ -124,6 +125,7 @@ def calibrate(
     from kvfmt import calibrate as work, geometry, profile_view
     from kvfmt.build.console import progress, step
     from kvfmt.errors import UnknownName
+    from kvfmt.profile import Profile
     from kvfmt.subjects import find_model, find_text
 
     if kind not in geometry.MAPS:
@@ -134,8 +136,11 @@ def calibrate(
     subject, texts = find_model(model), [find_text(name) for name in text]
     target = output or Path(f"{subject.name}.kvprofile.gguf")
     count = tokens or work.TOKENS
-    with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", count) as update:
-        made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update, reach)
+    if statistics is not None:
+        made = work.again(subject, Profile.read(statistics), layout, kind, centre)
+    else:
+        with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", count) as update:
+            made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update, reach)
     made.profile.write(target)
     bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
     if centre and bound:
