@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from . import registry
-from .distortion import decibel_above_bound, gaussian_distortion
+from .distortion import decibel_above_bound, gaussian_distortion, group_distortion
 
 
 def format_table() -> Table:
@@ -20,7 +20,11 @@ def format_table() -> Table:
     table.add_column("spec hash", no_wrap=True)
     for fmt in registry.all_formats():
         spec = fmt.spec
-        mse = gaussian_distortion(fmt)
+        if spec.groups:
+            shown = "\n".join(f"{mse:.5f}" for mse in group_distortion(fmt)), "-"
+        else:
+            mse = gaussian_distortion(fmt)
+            shown = f"{mse:.5f}", f"{decibel_above_bound(mse, spec.bits_per_value):.2f}"
         table.add_row(
             spec.name,
             ",".join(spec.roles),
@@ -28,14 +32,14 @@ def format_table() -> Table:
             str(spec.block),
             str(spec.size),
             f"{spec.bits_per_value:g}",
-            f"{mse:.5f}",
-            f"{decibel_above_bound(mse, spec.bits_per_value):.2f}",
+            *shown,
             str(spec.type_id),
             spec.hash[:8],
         )
     table.caption = (
         "bits: allocated per value, the scale counted. MSE: mean squared error on a unit Gaussian.\n"
-        "dB: above the rate-distortion bound at those bits; 6 dB is one bit."
+        "dB: above the rate-distortion bound at those bits; 6 dB is one bit.\n"
+        "Where there is an MSE for each quarter, a calibration profile must order the channels by importance."
     )
     table.caption_justify = "left"
     return table
