@@ -105,8 +105,8 @@ RECOMMENDED = (Cache("kvq3/kvq2"), Cache("kvq3/kvq2", 2))
 
 
 def default_caches() -> tuple[Cache, ...]:
-    """f16, upstream's usual types, every format of ours for both sides, and the recommended pair."""
-    ours = tuple(Cache(fmt.spec.name) for fmt in registry.all_formats() if not fmt.spec.needs_profile)
+    """f16, upstream's usual types, every format of ours that needs no profile for both sides, and the recommended pair."""
+    ours = tuple(Cache(fmt.spec.name) for fmt in registry.plain_formats())
     return (F16, Cache("q8_0"), Cache("q4_0"), *ours, *RECOMMENDED)
 
 

@@ -334,7 +334,7 @@ def timed(trellis: Trellis, blocks: np.ndarray, tail: bool, scales: np.ndarray, 
 
 def rivals(bits: int) -> tuple[str, float]:
     """The registered format that is best at the same allocated bits, and its error at the best scale. Raises KvfmtError if there is none."""
-    same = [f for f in registry.all_formats() if f.spec.bits_per_value == bits + SCALE_BITS / BLOCK]
+    same = [f for f in registry.plain_formats() if f.spec.bits_per_value == bits + SCALE_BITS / BLOCK]
     if not same:
         raise KvfmtError(f"no registered format takes {bits + SCALE_BITS / BLOCK} bits a value", "Ask for a rate at which there is one to compare with.")
     return min(((f.spec.name, gaussian_distortion(f).codes) for f in same), key=lambda found: found[1])

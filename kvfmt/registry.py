@@ -36,6 +36,11 @@ def all_formats() -> tuple[Format, ...]:
     return tuple(_registered().values())
 
 
+def plain_formats() -> tuple[Format, ...]:
+    """Those that a cache can use without a profile, ordered by type id."""
+    return tuple(fmt for fmt in all_formats() if not fmt.spec.needs_profile)
+
+
 def get(name: str) -> Format:
     """The format called ``name``. Raises KeyError naming the known ones."""
     found = _registered().get(name)

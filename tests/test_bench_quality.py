@@ -279,6 +279,8 @@ def test_kvfmt_does_not_import_the_benchmarks():
     assert "quality" in done.stdout
 
 
-def test_every_format_is_among_the_default_caches():
-    assert {f.spec.name for f in registry.all_formats()} < {c.kv for c in default_caches()}
+def test_every_format_that_needs_no_profile_is_among_the_default_caches():
+    caches = {c.kv for c in default_caches()}
+    assert {f.spec.name for f in registry.plain_formats()} < caches
+    assert not {f.spec.name for f in registry.all_formats() if f.spec.needs_profile} & caches
     assert PIN.version in build_id()

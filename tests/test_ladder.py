@@ -156,7 +156,7 @@ def test_no_format_is_below_a_bound_and_real_rows_are_near_the_gaussian(smollm2_
     sources = ladder.known_sources(64_000) + [ladder.rows_source(f"smollm2 {s}", r) for s, r in zip("KV", smollm2_rows)]
     calls = []
     rungs = ladder.climb(sources, lambda done, of: calls.append((done, of)))
-    assert [r.name for r in rungs] == [f.spec.name for f in registry.all_formats()]
+    assert [r.name for r in rungs] == [f.spec.name for f in registry.plain_formats()]
     assert calls[-1] == (len(rungs) * 4, len(rungs) * 4)
     for rung in rungs:
         assert rung.db["Gauss"] > 0 and rung.db["Laplace"] > 0
@@ -169,7 +169,7 @@ def test_the_command_prints_every_format_and_writes_the_plot(tmp_path):
     plot = tmp_path / "ladder.png"
     done = CliRunner().invoke(app, ["distortion", "--values", "6400", "--models", "smollm2", "--tokens", "8", "--plot", str(plot)])
     assert done.exit_code == 0, done.output
-    for fmt in registry.all_formats():
+    for fmt in registry.plain_formats():
         assert fmt.spec.name in done.output
     assert plot.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [plot]
     refused = CliRunner().invoke(app, ["distortion", "--values", "640", "--models", "gpt9"])

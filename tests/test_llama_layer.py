@@ -20,7 +20,7 @@ from kvfmt.build.models import fetch_model
 
 SPECS = {fmt.spec.name: fmt.spec for fmt in registry.all_formats()}
 STOCK = ["q8_0", "q4_0"]
-PAIRS = [f"{name}/{name}" for name in [*STOCK, *SPECS]] + ["kvq3/kvq2", "kvq3/f16", "f16/kvq2", "kvq4/q8_0"]
+PAIRS = [f"{name}/{name}" for name in [*STOCK, *(f.spec.name for f in registry.plain_formats())]] + ["kvq3/kvq2", "kvq3/f16", "f16/kvq2", "kvq4/q8_0"]
 
 RNG = np.random.default_rng(7)
 TOKENS = RNG.integers(3, random_gguf.N_VOCAB, 4096).tolist()

@@ -97,7 +97,7 @@ def all_methods() -> tuple[Method, ...]:
         _both("q8_0", "stock", c.Stock("q8_0")),
         _both("q4_0", "stock", c.Stock("q4_0")),
     ]
-    for fmt in registry.all_formats():
+    for fmt in registry.plain_formats():
         name = fmt.spec.name
         found += [
             _both(f"{name}, Hadamard", "kvfmt", c.Blocks(name), True),

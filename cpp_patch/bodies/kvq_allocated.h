@@ -49,7 +49,7 @@ typedef struct {
     __m256i upper;
 } kvq_allocated_tables;
 
-static inline __attribute__((always_inline)) kvq_allocated_tables kvq_make_tables(const kvq_allocation * a) {
+KVQ_FN_CONST kvq_allocated_tables kvq_make_tables(const kvq_allocation * a) {
     kvq_allocated_tables tables;
     for (int p = 0; p < 3; ++p) {
         tables.levels[p] = kvq_shuffle_table(a->levels[p], kvq_half(a, p) < 16 ? kvq_half(a, p) : 16);
@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) kvq_allocated_tables kvq_make_table
 }
 
 // How many of n thresholds lie below each magnitude.
-static inline __attribute__((always_inline)) __m256i kvq_count_above(__m256i mag, const int16_t * thresholds, int n) {
+KVQ_FN_CONST __m256i kvq_count_above(__m256i mag, const int16_t * thresholds, int n) {
     __m256i count = _mm256_setzero_si256();
     KVQ_UNROLL
     for (int k = 0; k < n; ++k) {
@@ -78,8 +78,8 @@ static inline __m256i kvq_look_up16(__m256i table, __m256i index) {
 }
 
 // The levels of the 16 magnitudes of a quarter.
-static inline __attribute__((always_inline)) __m256i kvq_quarter_levels(__m256i mag, const kvq_allocation * a, const kvq_allocated_tables * tables,
-                                                                        const int16_t * thresholds, int quarter) {
+KVQ_FN_CONST __m256i kvq_quarter_levels(__m256i mag, const kvq_allocation * a, const kvq_allocated_tables * tables,
+                                        const int16_t * thresholds, int quarter) {
     const int p = kvq_part(quarter);
     thresholds += kvq_first_threshold(a, p);
     if (kvq_half(a, quarter) <= 16) {
@@ -95,8 +95,8 @@ static inline __attribute__((always_inline)) __m256i kvq_quarter_levels(__m256i 
 }
 
 // Sums over the block at one candidate scale: s = sum weight mag level, c = sum weight level^2. s needs all of 32 bits.
-static inline __attribute__((always_inline)) void kvq_allocated_sums(const int16_t * mag, const kvq_allocation * a, const kvq_allocated_tables * tables,
-                                                                     const int16_t * thresholds, uint32_t * s, int32_t * c) {
+KVQ_FN_CONST void kvq_allocated_sums(const int16_t * mag, const kvq_allocation * a, const kvq_allocated_tables * tables,
+                                     const int16_t * thresholds, uint32_t * s, int32_t * c) {
     __m256i vs = _mm256_setzero_si256();
     __m256i vc = _mm256_setzero_si256();
     KVQ_UNROLL
@@ -230,7 +230,7 @@ KVQ_FN_CONST int8_t kvq_allocated_level(const uint8_t * qs, const uint8_t * qh, 
 #if defined(KVQ_AVX2)
 
 // The bits of all columns beyond the two lowest of each code, one byte a column.
-static inline __attribute__((always_inline)) __m128i kvq_column_bytes(const uint8_t * qh, int n_high) {
+KVQ_FN_CONST __m128i kvq_column_bytes(const uint8_t * qh, int n_high) {
     if (n_high == KVQ_QUARTER) {
         return _mm_loadu_si128((const __m128i *) qh);
     }
@@ -239,7 +239,7 @@ static inline __attribute__((always_inline)) __m128i kvq_column_bytes(const uint
 }
 
 // Two quarters, from the first or the third: codes, then levels.
-static inline __attribute__((always_inline)) __m256i kvq_half_levels(const uint8_t * qs, __m256i columns, const kvq_allocation * a, int quarter) {
+KVQ_FN_CONST __m256i kvq_half_levels(const uint8_t * qs, __m256i columns, const kvq_allocation * a, int quarter) {
     const int     s0 = kvq_high_shift(a, quarter);
     const int     s1 = kvq_high_shift(a, quarter + 1);
     const int     m0 = (1 << (a->bits[quarter] - 2)) - 1;
@@ -270,7 +270,7 @@ static inline __attribute__((always_inline)) __m256i kvq_half_levels(const uint8
 }
 
 // All levels of a block, in order.
-static inline __attribute__((always_inline)) void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
+KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
     const __m256i columns = _mm256_broadcastsi128_si256(kvq_column_bytes(qh, n_high));
     _mm256_storeu_si256((__m256i *) levels, kvq_half_levels(qs, columns, a, 0));
     _mm256_storeu_si256((__m256i *) (levels + 32), kvq_half_levels(qs, columns, a, 2));

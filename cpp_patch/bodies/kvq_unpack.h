@@ -33,7 +33,7 @@ static inline __m512i kvq_crumbs64(const uint8_t * qs) {
 
 // Sixteen levels for a byte shuffle; tables of fewer levels are padded with zeros. Loaded whole where that can be: a table
 // put together in memory costs more than the shuffle.
-static inline __attribute__((always_inline)) __m256i kvq_shuffle_table(const int8_t * levels, int n) {
+KVQ_FN_CONST __m256i kvq_shuffle_table(const int8_t * levels, int n) {
     __m128i table;
     if (n == 16) {
         table = _mm_loadu_si128((const __m128i *) levels);

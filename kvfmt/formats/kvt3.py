@@ -10,5 +10,5 @@ ALLOCATION = _allocated.Allocation(
     weights=(47, 3, 1),
 )
 
-FORMAT = _allocated.make_format("kvt3", 776, ALLOCATION, "5, 3, 2, 2-bit Lloyd-Max by quarters")
+FORMAT = _allocated.make_format("kvt3", 776, ALLOCATION, "Lloyd-Max, 5, 3, 2, 2 bits")
 SPEC = FORMAT.spec

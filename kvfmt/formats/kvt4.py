@@ -15,5 +15,5 @@ ALLOCATION = _allocated.Allocation(
     weights=(54, 4, 1),
 )
 
-FORMAT = _allocated.make_format("kvt4", 777, ALLOCATION, "6, 4, 3, 3-bit Lloyd-Max by quarters")
+FORMAT = _allocated.make_format("kvt4", 777, ALLOCATION, "Lloyd-Max, 6, 4, 3, 3 bits")
 SPEC = FORMAT.spec
