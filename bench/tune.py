@@ -190,16 +190,21 @@ def choose(options: Iterable[Option], budget: int, values: int) -> Tuned:
         )
     one_each = np.array([[float((o.layer, o.side) == place) for o in options] for place in places])
     n_bytes = np.array([o.n_bytes for o in options], np.float64)
-    # In units of the budget, so that the solver's tolerance means something; one part in a million is left free for it.
-    found = milp(
-        np.array([o.kld for o in options]),
-        integrality=np.ones(len(options)),
-        bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint((n_bytes / budget)[None, :], 0, 1 - 1e-6 if least < budget * (1 - 1e-6) else 1)],
-    )
-    if found.x is None:
-        raise KvfmtError(f"no choice was found: {found.message}", "Report it.")
-    chosen = tuple(o for o, x in zip(options, found.x) if x > 0.5)
+    # In units of the budget, so that the solver's tolerance means something. It lets a sum pass that is a millionth too large:
+    # then it is asked again for a little less.
+    for limit in (1.0, 1 - 4e-6):
+        found = milp(
+            np.array([o.kld for o in options]),
+            integrality=np.ones(len(options)),
+            bounds=Bounds(0, 1),
+            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint((n_bytes / budget)[None, :], 0, limit)],
+            options={"mip_rel_gap": 0.0},
+        )
+        if found.x is None:
+            raise KvfmtError(f"no choice was found: {found.message}", "Report it.")
+        chosen = tuple(o for o, x in zip(options, found.x) if x > 0.5)
+        if sum(o.n_bytes for o in chosen) <= budget:
+            break
     return Tuned(chosen, sum(o.kld for o in chosen), 8 * sum(o.n_bytes for o in chosen) / values)
 
 

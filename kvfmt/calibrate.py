@@ -467,4 +467,5 @@ def again(subject: ModelFile, profile: Profile, layout: Layout = FLAT, kind: str
     profile.check_model(subject.path)
     if not profile.statistics:
         raise CalibrationError(f"profile '{profile.name}' has no statistics", "Calibrate again, without --statistics.")
-    return make_profile(subject, profile.statistics, layout, kind, centre, profile.provenance)
+    known = {key: value for key, value in profile.provenance.items() if key not in ("map", "centre")}
+    return make_profile(subject, profile.statistics, layout, kind, centre, known)
