@@ -183,11 +183,7 @@ def choose(options: Iterable[Option], budget: int, values: int) -> Tuned:
     options = tuple(options)
     places = sorted({(o.layer, o.side) for o in options})
     least = sum(min(o.n_bytes for o in options if (o.layer, o.side) == place) for place in places)
-    if least > budget:
-        raise KvfmtError(
-            f"{budget / 2**20:.2f} MiB are less than the smallest cache of these types, {least / 2**20:.2f} MiB ({8 * least / values:.3f} bits/value)",
-            "Give more bits, or a longer context, over which the maps spread.",
-        )
+    check_budget(least, budget, values)
     one_each = np.array([[float((o.layer, o.side) == place) for o in options] for place in places])
     n_bytes = np.array([o.n_bytes for o in options], np.float64)
     # In units of the budget, so that the solver's tolerance means something. It lets a sum pass that is a millionth too large:
@@ -206,6 +202,15 @@ def choose(options: Iterable[Option], budget: int, values: int) -> Tuned:
         if sum(o.n_bytes for o in chosen) <= budget:
             break
     return Tuned(chosen, sum(o.kld for o in chosen), 8 * sum(o.n_bytes for o in chosen) / values)
+
+
+def check_budget(least: int, budget: int, values: int) -> None:
+    """Raises KvfmtError, with the least that is possible, if it is more than the budget."""
+    if least > budget:
+        raise KvfmtError(
+            f"{budget / 2**20:.2f} MiB are less than the smallest cache of these types, {least / 2**20:.2f} MiB ({8 * least / values:.3f} bits/value)",
+            "Give more bits, or a longer context, over which the maps spread.",
+        )
 
 
 def uniform(options: Iterable[Option], k: str, v: str, values: int) -> Tuned:
@@ -249,6 +254,12 @@ def tune(
         cells = cells_of(engine, profiles, n_ctx, scratch)
         values = values_of(profiles, cells)
         budget = int(bits * values / 8) if bits is not None else memory
+        # What cannot fit is said before minutes of measuring.
+        least = sum(
+            min(allocated(profiles, layer, side, kind, cells[layer]) for kind in (*candidates[side], "f16"))
+            for layer in profiles.owners for side in SIDES
+        )
+        check_budget(least, budget, values)
         options = measure(engine, profiles, text, plan, cells, candidates, scratch, update)
     tuned = choose(options, budget, values)
     pairs = [(f"{k}/{v}", uniform(options, k, v, values)) for k in (*candidates["k"], "f16") for v in (*candidates["v"], "f16")]

@@ -99,6 +99,14 @@ def test_layers_that_cost_more_get_more(tmp_path):
     assert few.best_uniform is None or few.best_uniform[1].predicted >= few.tuned.predicted
 
 
+def test_a_budget_that_nothing_fits_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    monkeypatch.setattr(t, "measure", lambda *_: pytest.fail("it was measured"))
+    with Engine(path) as engine, pytest.raises(KvfmtError, match="less than the smallest cache"):
+        t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 512, 2.0, None, CANDIDATES)
+
+
 def test_a_profile_of_another_model_is_refused(tmp_path):
     one, other = (random_gguf.llama(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
     base = calibrate(subject_of(one), [TEXT], (128,), 128).profile
