@@ -43,12 +43,42 @@ class _Weights:
         self.writer.add_tensor(f"{name}.{kind}", (value + 0.1 * self.rng.standard_normal(size)).astype(np.float32))
 
 
+    def attention(self, block: str, n_embd: int, n_head: int, n_head_kv: int, head: int, head_v: int | None = None, gain: float = 1.0) -> None:
+        """Separate Q, K, V and output; ``gain`` is that of Q and K."""
+        head_v = head_v or head
+        self.matrix(f"{block}.attn_q", n_head * head, n_embd, gain=gain)
+        self.matrix(f"{block}.attn_k", n_head_kv * head, n_embd, gain=gain)
+        self.matrix(f"{block}.attn_v", n_head_kv * head_v, n_embd)
+        self.matrix(f"{block}.attn_output", n_embd, n_head * head_v)
+
+    def ends(self, n_embd: int) -> None:
+        """Embedding, last norm and an output matrix of its own."""
+        self.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
+        self.vector("output_norm", n_embd)
+        self.matrix("output", N_VOCAB, n_embd, gain=2.0)
+
+    def tied_ends(self, n_embd: int) -> None:
+        """Embedding, which is the output matrix too, and the last norm."""
+        self.matrix("token_embd", N_VOCAB, n_embd, gain=2.0)
+        self.vector("output_norm", n_embd)
+
+
 def _common(writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_ctx: int) -> None:
     writer.add_block_count(n_layer)
     writer.add_embedding_length(n_embd)
     writer.add_context_length(n_ctx)
     writer.add_rope_freq_base(10000.0)
     _vocab(writer)
+
+
+def _heads(writer: gguf.GGUFWriter, n_head: int, n_head_kv: int, n_ff: int, head: int | None = None) -> None:
+    """Numbers of heads and the hidden size; with ``head`` the size of keys and values, where the width does not say it."""
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_feed_forward_length(n_ff)
+    if head is not None:
+        writer.add_key_length(head)
+        writer.add_value_length(head)
 
 
 def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
@@ -105,9 +135,7 @@ def llama(
     else:
         writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
-    weights.vector("output_norm", n_embd)
-    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    weights.ends(n_embd)
     if partial:
         weights.vector("output_norm", n_embd, "bias", 0.0)
     for layer in range(n_layer):
@@ -116,10 +144,7 @@ def llama(
             weights.vector(f"{block}.{norm}", n_embd)
             if partial:
                 weights.vector(f"{block}.{norm}", n_embd, "bias", 0.0)
-        weights.matrix(f"{block}.attn_q", n_head * head, n_embd, gain=1.5)
-        weights.matrix(f"{block}.attn_k", kv_heads[layer] * head, n_embd, gain=1.5)
-        weights.matrix(f"{block}.attn_v", kv_heads[layer] * head_v, n_embd)
-        weights.matrix(f"{block}.attn_output", n_embd, n_head * head_v)
+        weights.attention(block, n_embd, n_head, kv_heads[layer], head, head_v, gain=1.5)
         _ffn(weights, block, n_embd, n_ff)
     return _finish(writer, path)
 
@@ -157,9 +182,7 @@ def mla(
     writer.add_expert_shared_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
-    weights.vector("output_norm", n_embd)
-    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    weights.ends(n_embd)
     for layer in range(n_layer):
         block = f"blk.{layer}"
         weights.vector(f"{block}.attn_norm", n_embd)
@@ -192,26 +215,18 @@ def iswa(
     """Sliding windows on all layers but every sixth (arch gemma3): two caches."""
     writer = gguf.GGUFWriter(path, "gemma3")
     _common(writer, n_layer, n_embd, n_ctx)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
+    _heads(writer, n_head, n_head_kv, n_ff, head)
     writer.add_sliding_window(window)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=2.0)
-    weights.vector("output_norm", n_embd)
+    weights.tied_ends(n_embd)
     for layer in range(n_layer):
         block = f"blk.{layer}"
         for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             weights.vector(f"{block}.{norm}", n_embd)
         weights.vector(f"{block}.attn_q_norm", head, value=1.5)
         weights.vector(f"{block}.attn_k_norm", head)
-        weights.matrix(f"{block}.attn_q", n_head * head, n_embd)
-        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd)
-        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
-        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        weights.attention(block, n_embd, n_head, n_head_kv, head)
         _ffn(weights, block, n_embd, n_ff)
     return _finish(writer, path)
 
@@ -248,10 +263,7 @@ def hybrid(
         if layer in attention_layers:
             weights.vector(f"{block}.attn_q_norm", head)
             weights.vector(f"{block}.attn_k_norm", head)
-            weights.matrix(f"{block}.attn_q", n_head * head, n_embd)
-            weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd)
-            weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
-            weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+            weights.attention(block, n_embd, n_head, n_head_kv, head)
         else:
             weights.matrix(f"{block}.shortconv.conv", n_embd, n_conv)
             weights.matrix(f"{block}.shortconv.in_proj", 3 * n_embd, n_embd)
@@ -277,25 +289,17 @@ def soft_cap(
     """Attention logits go through a tanh (arch gemma2). ``cap`` is low, so that it acts on most of them."""
     writer = gguf.GGUFWriter(path, "gemma2")
     _common(writer, n_layer, n_embd, n_ctx)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
+    _heads(writer, n_head, n_head_kv, n_ff, head)
     writer.add_sliding_window(window)
     writer.add_attn_logit_softcapping(cap)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=2.0)
-    weights.vector("output_norm", n_embd)
+    weights.tied_ends(n_embd)
     for layer in range(n_layer):
         block = f"blk.{layer}"
         for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             weights.vector(f"{block}.{norm}", n_embd)
-        weights.matrix(f"{block}.attn_q", n_head * head, n_embd, gain=1.5)
-        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd, gain=1.5)
-        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
-        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        weights.attention(block, n_embd, n_head, n_head_kv, head, gain=1.5)
         _ffn(weights, block, n_embd, n_ff)
     return _finish(writer, path)
 
@@ -317,9 +321,7 @@ def sinks(
     """Every query head has a logit of its own in the softmax (arch gpt-oss)."""
     writer = gguf.GGUFWriter(path, "gpt-oss")
     _common(writer, n_layer, n_embd, n_ctx)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_feed_forward_length(n_ff)
+    _heads(writer, n_head, n_head_kv, n_ff)
     writer.add_expert_feed_forward_length(n_ff)
     writer.add_expert_count(n_expert)
     writer.add_expert_used_count(1)
@@ -329,17 +331,12 @@ def sinks(
     writer.add_sliding_window(window)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
-    weights.vector("output_norm", n_embd)
-    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    weights.ends(n_embd)
     for layer in range(n_layer):
         block = f"blk.{layer}"
         for norm in ("attn_norm", "post_attention_norm"):
             weights.vector(f"{block}.{norm}", n_embd)
-        weights.matrix(f"{block}.attn_q", n_head * head, n_embd, gain=1.5)
-        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd, gain=1.5)
-        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
-        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        weights.attention(block, n_embd, n_head, n_head_kv, head, gain=1.5)
         weights.vector(f"{block}.attn_output", n_embd, "bias", 0.0)
         weights.vector(f"{block}.attn_sinks", n_head, value=2.0)
         weights.matrix(f"{block}.ffn_gate_inp", n_expert, n_embd)
@@ -369,11 +366,7 @@ def shared_kv(
     """The last layers read the cache of earlier ones; every other layer has a window and smaller heads (arch gemma4)."""
     writer = gguf.GGUFWriter(path, "gemma4")
     _common(writer, n_layer, n_embd, n_ctx)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
+    _heads(writer, n_head, n_head_kv, n_ff, head)
     writer.add_uint32("gemma4.attention.key_length_swa", head_window)
     writer.add_uint32("gemma4.attention.value_length_swa", head_window)
     writer.add_uint32("gemma4.attention.shared_kv_layers", n_shared)
@@ -385,8 +378,7 @@ def shared_kv(
     writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=2.0)
-    weights.vector("output_norm", n_embd)
+    weights.tied_ends(n_embd)
     writer.add_tensor("rope_freqs.weight", np.ones(head // 2, np.float32))
     for layer in range(n_layer):
         block = f"blk.{layer}"
@@ -419,15 +411,11 @@ def fused(
     n_embd = n_head * head
     writer = gguf.GGUFWriter(path, "phi3")
     _common(writer, n_layer, n_embd, n_ctx)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_feed_forward_length(n_ff)
+    _heads(writer, n_head, n_head_kv, n_ff)
     writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
-    weights.vector("output_norm", n_embd)
-    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    weights.ends(n_embd)
     for layer in range(n_layer):
         block = f"blk.{layer}"
         weights.vector(f"{block}.attn_norm", n_embd)
@@ -457,15 +445,11 @@ def biased(
     n_embd = n_head * head
     writer = gguf.GGUFWriter(path, arch)
     _common(writer, n_layer, n_embd, n_ctx)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_feed_forward_length(n_ff)
+    _heads(writer, n_head, n_head_kv, n_ff)
     writer.add_rope_dimension_count(n_rot or head)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
-    weights.vector("output_norm", n_embd)
-    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    weights.ends(n_embd)
     rows = {"q": n_head * head, "k": n_head_kv * head, "v": n_head_kv * head}
     for layer in range(n_layer):
         block = f"blk.{layer}"
@@ -488,20 +472,13 @@ def normed_rows(path: Path, *, head: int = 64, n_head: int = 4, n_head_kv: int =
     n_embd = n_head * head
     writer = gguf.GGUFWriter(path, "olmo2")
     _common(writer, n_layer, n_embd, n_ctx)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
-    writer.add_feed_forward_length(n_ff)
+    _heads(writer, n_head, n_head_kv, n_ff)
     writer.add_layer_norm_rms_eps(1e-5)
     weights = _Weights(writer, seed)
-    weights.matrix("token_embd", N_VOCAB, n_embd, gain=np.sqrt(n_embd))
-    weights.vector("output_norm", n_embd)
-    weights.matrix("output", N_VOCAB, n_embd, gain=2.0)
+    weights.ends(n_embd)
     for layer in range(n_layer):
         block = f"blk.{layer}"
-        weights.matrix(f"{block}.attn_q", n_head * head, n_embd)
-        weights.matrix(f"{block}.attn_k", n_head_kv * head, n_embd)
-        weights.matrix(f"{block}.attn_v", n_head_kv * head, n_embd)
-        weights.matrix(f"{block}.attn_output", n_embd, n_head * head)
+        weights.attention(block, n_embd, n_head, n_head_kv, head)
         weights.vector(f"{block}.attn_q_norm", n_head * head, value=1.5)
         weights.vector(f"{block}.attn_k_norm", n_head_kv * head)
         weights.vector(f"{block}.post_attention_norm", n_embd)
