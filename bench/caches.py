@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Optional
 
 from kvfmt import registry
 from kvfmt.errors import KvfmtError
-from kvfmt.policy import cache_type, parse_kv
-from kvfmt.profile import Profile
+from kvfmt.policy import parse_kv
+from kvfmt.profile import Profile, formats_of
 
 #: What stands for the type where a profile gives each layer its own.
 BY_PROFILE = "profile"
-
-
-@lru_cache(maxsize=64)
-def read_profile(path: Path) -> Profile:
-    """A profile, read once. Raises KvfmtError."""
-    return Profile.read(path)
 
 
 @dataclass(frozen=True)
@@ -36,11 +30,16 @@ class Cache:
     def __post_init__(self) -> None:
         if self.profile is None:
             return
-        chooses = read_profile(self.profile).types_k is not None
+        chooses = self.calibrated.types_k is not None
         if chooses and (self.kv or self.protect):
             raise KvfmtError(f"profile {self.profile.name} gives each layer its types, {self.kv}:{self.protect} was asked for as well", f"Write @{self.profile}")
         if not chooses and not self.kv:
             raise KvfmtError(f"profile {self.profile.name} does not say which types", f"Write e.g. kvt3/kve8_2@{self.profile}")
+
+    @cached_property
+    def calibrated(self) -> Profile:
+        """What the profile's file holds, read once for this cache. Raises KvfmtError."""
+        return Profile.read(self.profile)
 
     @classmethod
     def parse(cls, text: str) -> Cache:
@@ -80,23 +79,17 @@ class Cache:
     @property
     def identity(self) -> dict[str, str]:
         """What a row of it depends on beside the types' names: spec hashes of our formats, the profile's hash."""
-        types = set(parse_kv(self.kv)) if self.kv else set()
+        names = {kind.name for kind in parse_kv(self.kv)} if self.kv else set()
         if self.profile is None:
-            return hashes({kind.name for kind in types})
-        profile = read_profile(self.profile)
-        chosen = {cache_type(name) for name in (*(profile.types_k or ()), *(profile.types_v or ())) if name}
-        return {**hashes({kind.name for kind in types | chosen}), "profile": profile.hash}
+            return formats_of(tuple(names))
+        chosen = {*(self.calibrated.types_k or ()), *(self.calibrated.types_v or ())}
+        return {**formats_of((*names, *chosen)), "profile": self.calibrated.hash}
 
     def arguments(self) -> list[str]:
         """For the programs of llama.cpp."""
         types = [x for option, name in zip(("-ctk", "-ctv"), self.sides) for x in (option, name)] if self.kv else []
         profile = [] if self.profile is None else ["--kv-profile", str(self.profile)]
         return [*types, "-fa", "on", "--kv-protect", str(self.protect), *profile]
-
-
-def hashes(names: set[str]) -> dict[str, str]:
-    """Spec hash of each of our formats among the names of types; upstream's types have none."""
-    return {fmt.spec.name: fmt.spec.hash for fmt in registry.all_formats() if fmt.spec.name in names}
 
 
 F16 = Cache("f16")

@@ -89,10 +89,7 @@ class Engine(LoadedModel):
             params.kv_profile = str(cache.profile).encode()
         params.swa_full = False
         params.no_perf = True
-        self._log.clear()
-        context = lib.llama_init_from_model(self.model, params)
-        if not context:
-            raise KvfmtError(f"llama.cpp refuses the cache {cache.title}:\n{self._complaints()}", "Choose another type or a smaller context.")
+        context = self.create_context(params, f"the cache {cache.title}", "Choose another type or a smaller context.")
         log = "".join(self._log)
         found = perplexity.allocation(log)
         work = sum(float(size) for size in _WORK.findall(log))

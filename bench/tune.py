@@ -56,6 +56,22 @@ class Tuned:
         return tuple(chosen.get(layer, "") for layer in range(layers))
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Bits per value, or bytes of the whole cache: one of the two. Raises KvfmtError otherwise."""
+
+    bits: Optional[float] = None
+    memory: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        if (self.bits is None) == (self.memory is None):
+            raise KvfmtError("a budget is needed, and only one", "Give --bits, or --memory and --context.")
+
+    def n_bytes(self, values: int) -> int:
+        """For a cache of so many values."""
+        return int(self.bits * values / 8) if self.bits is not None else self.memory
+
+
 class Profiles:
     """Profiles of one model that differ in types: the maps of each layer and type are made once, from the statistics of ``base``."""
 
@@ -81,6 +97,11 @@ class Profiles:
             self._maps[layer, layout.name] = stored_maps(key_maps(statistics, layout), statistics)
         return self._maps[layer, layout.name]
 
+    def probe(self, k: Sequence[str], v: Sequence[str], path: Path) -> Cache:
+        """A cache of these types through a profile that is written to ``path``, without statistics: nobody makes maps from it."""
+        replace(self.make(k, v, "probe"), statistics={}).write(path)
+        return Cache("", 0, path)
+
     def make(self, k: Sequence[str], v: Sequence[str], name: str, provenance: Mapping[str, object] = {}) -> Profile:
         """The profile that gives each layer these types, "" where a layer owns no KV."""
         maps = {layer: found for layer in self.owners if (found := self.maps(layer, k[layer])).arrays()}
@@ -105,9 +126,8 @@ def cells_of(engine: Engine, profiles: Profiles, n_ctx: int, scratch: Path) -> d
         full = session.allocated.n_bytes
     saved = cache_type("f16").row_bytes(64) - cache_type("q8_0").row_bytes(64)
     for layer in profiles.owners:
-        path = scratch / f"cells{layer}.gguf"
-        profiles.make([*f16[:layer], "q8_0", *f16[layer + 1 :]], f16, "cells").write(path)
-        with engine.open(Cache("", 0, path), n_ctx) as session:
+        probe = profiles.probe([*f16[:layer], "q8_0", *f16[layer + 1 :]], f16, scratch / f"cells{layer}.gguf")
+        with engine.open(probe, n_ctx) as session:
             cells = (full - session.allocated.n_bytes) / (saved * row_of[layer] / 64)
         # The library says sizes to 0.01 MiB, and cells come in multiples of 256.
         found[layer] = max(256, round(cells / 256) * 256)
@@ -136,9 +156,7 @@ def measure(
     for layer, side, kind in asked:
         types = {"k": list(f16), "v": list(f16)}
         types[side][layer] = kind
-        path = scratch / f"{layer}.{side}.{kind}.gguf"
-        profiles.make(types["k"], types["v"], f"layer {layer}, {side} at {kind}").write(path)
-        caches.append(Cache("", 0, path))
+        caches.append(profiles.probe(types["k"], types["v"], scratch / f"{layer}.{side}.{kind}.gguf"))
     total, done = len(asked) * len(pieces) * plan.n_ctx, 0
     klds: list[float] = []
     for start in range(0, len(caches), TOGETHER):
@@ -236,34 +254,31 @@ def tune(
     text: Text,
     plan: Plan,
     n_ctx: int,
-    bits: Optional[float],
-    memory: Optional[int],
+    budget: Budget,
     candidates: Mapping[str, Sequence[str]] = CANDIDATES,
     update: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Chooses types for a context of ``n_ctx`` tokens under ``bits`` per value or ``memory`` bytes, one of which is None.
+    """Chooses types for a context of ``n_ctx`` tokens within the budget.
 
     Raises KvfmtError for a profile of another model, a type that does not fit, a budget that nothing fits.
     """
     base.check_model(subject.path)
     profiles = Profiles(base)
-    if (bits is None) == (memory is None):
-        raise KvfmtError("a budget is needed, and only one", "Give --bits, or --memory and --context.")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         cells = cells_of(engine, profiles, n_ctx, scratch)
         values = values_of(profiles, cells)
-        budget = int(bits * values / 8) if bits is not None else memory
+        room = budget.n_bytes(values)
         # What cannot fit is said before minutes of measuring.
         least = sum(
             min(allocated(profiles, layer, side, kind, cells[layer]) for kind in (*candidates[side], "f16"))
             for layer in profiles.owners for side in SIDES
         )
-        check_budget(least, budget, values)
+        check_budget(least, room, values)
         options = measure(engine, profiles, text, plan, cells, candidates, scratch, update)
-    tuned = choose(options, budget, values)
+    tuned = choose(options, room, values)
     pairs = [(f"{k}/{v}", uniform(options, k, v, values)) for k in (*candidates["k"], "f16") for v in (*candidates["v"], "f16")]
-    fitting = [pair for pair in pairs if pair[1].bits_per_value * values / 8 <= budget * (1 + 1e-9)]
+    fitting = [pair for pair in pairs if pair[1].bits_per_value * values / 8 <= room * (1 + 1e-9)]
     best = min(fitting, key=lambda pair: pair[1].predicted) if fitting else None
     layers = base.layers
     profile = profiles.make(

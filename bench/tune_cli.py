@@ -55,11 +55,9 @@ def tune(
     candidates = {side: tuple(given.split(",")) if given else work.CANDIDATES[side] for side, given in (("k", k), ("v", v))}
     for name in {name for names in candidates.values() for name in names}:
         cache_type(name)
-    if (bits is None) == (memory is None):
-        raise KvfmtError("a budget is needed, and only one", "Give --bits, or --memory and --context.")
+    budget = work.Budget(bits, size_of(memory, "memory") if memory is not None else None)
     if memory is not None and context is None:
         raise KvfmtError("--memory says nothing without --context", "Give the tokens that have to fit, e.g. --context 32k.")
-    budget = size_of(memory, "memory") if memory is not None else None
     subject, measured_on = find_model(model), find_text(text)
     target = output or Path(f"{subject.name}.tuned.kvprofile.gguf")
     if profile is not None:
@@ -73,7 +71,7 @@ def tune(
         engine.check_ctx(tokens)
         with progress(f"{subject.name}: each layer alone on {measured_on.name}", 1) as update:
             made = work.tune(
-                engine, subject, base, measured_on, quality.make_plan(n_ctx, chunks, None), tokens, bits, budget, candidates, update
+                engine, subject, base, measured_on, quality.make_plan(n_ctx, chunks, None), tokens, budget, candidates, update
             )
     made.profile.write(target)
     console.print(table(made))

@@ -28,6 +28,7 @@ import numpy as np
 
 from converters.row_scale import CannotScale, Rounding, can_scale, scale_rows
 from converters.same_model import Difference, difference
+from kvfmt.build.files import whole_file
 from kvfmt.build.fetch import SPARE_BYTES, require_space
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import pair_of
@@ -253,16 +254,13 @@ def written(
     if not target.parent.is_dir():
         raise KvfmtError(f"no folder {target.parent} for the folded model", "Make it, or name another file.")
     require_space(target.parent, len(file.data) + SPARE_BYTES, "The folded model")
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        with open(partial, "wb") as out:
-            rounding = _write(file, plan, out, update)
-        yield partial, rounding
-        os.replace(partial, target)
+        with whole_file(target) as partial:
+            with open(partial, "wb") as out:
+                rounding = _write(file, plan, out, update)
+            yield partial, rounding
     except OSError as error:
         raise KvfmtError(f"the folded model was not written: {error}", "Is there room and the right to write?") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _write(file: GgufFile, plan: Plan, out: BinaryIO, update: Callable[[int, int], None]) -> Rounding:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
-
-from .errors import KvfmtError, MissingTool
+from .errors import MissingTool
+from .gguf_read import read_gguf
 from .policy import parse_kv
 
 #: The pair that the project recommends.
@@ -17,10 +17,7 @@ DEFAULT_KV = "kvq3/kvq2"
 
 def profile_chooses_types(profile: str | os.PathLike) -> bool:
     """Whether the calibration profile says which cache type each layer has. Raises KvfmtError if it is no GGUF file."""
-    try:
-        return GGUFReader(profile).get_field("kvfmt.profile.types_k") is not None
-    except (OSError, ValueError) as error:
-        raise KvfmtError(f"profile {profile}: {error}", "`kvfmt calibrate` makes one.") from None
+    return "kvfmt.profile.types_k" in read_gguf(Path(profile)).metadata
 
 
 def cache_arguments(

@@ -171,6 +171,7 @@ class Collector:
             known.shift_free = False
         heads = len(attention.keys)
         group = len(asked) // heads
+        k, q = known.at(self._length)
         for head in range(heads):
             weights = np.zeros(attention.keys.shape[1])
             of_queries = np.empty((group, asked.shape[1]))
@@ -178,7 +179,6 @@ class Collector:
                 pairs = attention.weights(head * group + i)
                 weights += pairs.sum(axis=0, dtype=np.float64)
                 of_queries[i] = pairs.sum(axis=1, dtype=np.float64)
-            k, q = known.at(self._length)
             known.anchor.add_head(head, attention.keys[head][:1], weights[:1])
             weights[0] = 0
             k.add_head(head, attention.keys[head][weights > 0], weights[weights > 0])

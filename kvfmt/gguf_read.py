@@ -52,6 +52,10 @@ class Tensor:
         """The float type of the values; None for quantized and integer tensors."""
         return np.dtype(FLOATS[self.type_id]) if self.type_id in FLOATS else None
 
+    def _check_end(self, size: int) -> None:
+        if self.offset + size > len(self.data):
+            raise GgufError(f"tensor {self.name} ends at byte {self.offset + size}, the file at {len(self.data)}", "It was cut off, or is damaged.")
+
     def rows(self) -> np.ndarray:
         """The bytes of each row of ne0 values, uint8 [rows, bytes], a copy. Raises GgufError for an unknown type and for a cut file."""
         try:
@@ -61,8 +65,7 @@ class Tensor:
         if self.shape[-1] % block:
             raise GgufError(f"tensor {self.name} has rows of {self.shape[-1]} values, not whole blocks of {block}", "The file is damaged.")
         shape = (math.prod(self.shape[:-1]), self.shape[-1] // block * size)
-        if self.offset + math.prod(shape) > len(self.data):
-            raise GgufError(f"tensor {self.name} ends at byte {self.offset + math.prod(shape)}, the file at {len(self.data)}", "It was cut off, or is damaged.")
+        self._check_end(math.prod(shape))
         return np.frombuffer(self.data, np.uint8, math.prod(shape), self.offset).reshape(shape).copy()
 
     def floats(self) -> np.ndarray:
@@ -70,8 +73,7 @@ class Tensor:
         if self.dtype is None:
             raise GgufError(f"tensor {self.name} has type {self.type_name}, not f16, f32 or f64", "This file was not made by kvfmt.")
         size = math.prod(self.shape) * self.dtype.itemsize
-        if self.offset + size > len(self.data):
-            raise GgufError(f"tensor {self.name} ends at byte {self.offset + size}, the file at {len(self.data)}", "It was cut off, or is damaged.")
+        self._check_end(size)
         if size == 0:
             return np.empty(self.shape, self.dtype)
         return np.frombuffer(self.data, self.dtype, math.prod(self.shape), self.offset).reshape(self.shape)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 from gguf import GGUFWriter
 
 from kvfmt import registry
+from kvfmt.build.files import whole_file
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, GgufFile, read_gguf
 from kvfmt.moments import LayerStatistics
@@ -120,14 +120,11 @@ class Profile:
         path = Path(path)
         if not path.parent.is_dir():
             raise KvfmtError(f"no folder {path.parent} for the profile", "Make it, or name another file.")
-        partial = path.with_name(f".{path.name}.partial")
         try:
-            self._write(partial)
-            os.replace(partial, path)
+            with whole_file(path) as partial:
+                self._write(partial)
         except OSError as error:
             raise KvfmtError(f"the profile was not written: {error}", "Is there room and the right to write?") from None
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _write(self, path: Path) -> None:
         writer = GGUFWriter(path, ARCHITECTURE)

@@ -67,12 +67,12 @@ class LoadedModel:
             self.lib.llama_model_free(self.model)
             self.model = None
 
-    def create_context(self, params: Any) -> Any:
-        """A ``llama_context`` that the caller frees. Raises KvfmtError with the library's words if it refuses."""
+    def create_context(self, params: Any, what: str = "the context", hint: str = "Choose a smaller context.") -> Any:
+        """A ``llama_context`` that the caller frees. Raises KvfmtError with the library's words if it refuses ``what``."""
         self._log.clear()
         context = self.lib.llama_init_from_model(self.model, params)
         if not context:
-            raise KvfmtError(f"llama.cpp refuses the context:\n{self._complaints()}", "Choose a smaller context.")
+            raise KvfmtError(f"llama.cpp refuses {what}:\n{self._complaints()}", hint)
         return context
 
     def _complaints(self) -> str:

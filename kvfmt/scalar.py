@@ -107,6 +107,14 @@ def load_scale(block):
     return f16_bits_to_f32(np.uint16(block[0]) | (np.uint16(block[1]) << np.uint16(8)))
 
 
+#: What ``sanitise``, ``normalise`` and the zero block mean, as every spec that uses them says it.
+INPUT_RULES = (
+    "input: NaN is 0, magnitudes above 65504 saturate",
+    "normalise: xi = rint_even(x * (32767 / amax)) in float32; amax < 2**-26 gives the zero block",
+)
+ZERO_BLOCK_RULE = "the zero block is all zero bytes"
+
+
 @jit
 def normalise(x, xi):
     """Sanitise a block of float32 and scale it to int32 in [-32767, 32767].

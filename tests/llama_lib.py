@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Sequence
 
@@ -174,3 +175,21 @@ def kld(reference: np.ndarray, other: np.ndarray) -> float:
     """Mean Kullback-Leibler divergence of the second from the first, over rows of logits."""
     p, q = log_softmax(reference), log_softmax(other)
     return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+
+
+def assert_states_refuse_each_other(contexts: Sequence[Context], seq: int | None, tokens: Sequence[int], refusal: str) -> None:
+    """Each context takes back its own state alone; every other is refused in words that match, and leaves it usable. Closes them."""
+    states = []
+    for context in contexts:
+        context.decode(tokens[:32])
+        states.append(context.save(seq))
+    for i, context in enumerate(contexts):
+        context.clear()
+        expected = context.decode(tokens[100:132])
+        for j, state in enumerate(states):
+            assert context.load(state, seq) == (i == j), (i, j, context.log)
+            if i != j:
+                assert re.search(refusal, context.log), context.log
+                context.clear()
+                assert np.array_equal(context.decode(tokens[100:132]), expected)
+        context.close()

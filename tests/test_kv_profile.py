@@ -375,21 +375,8 @@ def test_a_state_of_another_profile_is_refused(models, profile_of, seq):
         profile_of("plain", v=False),
         profile_of("plain", layers=[0, 1]),
     ]
-    states, contexts = [], []
-    for profile in variants:
-        contexts.append(lib.Context(models("plain"), "q8_0/q8_0", profile=profile))
-        contexts[-1].decode(TOKENS[:32])
-        states.append(contexts[-1].save(seq))
-    for i, context in enumerate(contexts):
-        context.clear()
-        expected = context.decode(TOKENS[100:132])
-        for j, state in enumerate(states):
-            assert context.load(state, seq) == (i == j), (i, j, context.log)
-            if i != j:
-                assert "saved from another kind of KV cache" in context.log
-                context.clear()
-                np.testing.assert_array_equal(context.decode(TOKENS[100:132]), expected)
-        context.close()
+    contexts = [lib.Context(models("plain"), "q8_0/q8_0", profile=profile) for profile in variants]
+    lib.assert_states_refuse_each_other(contexts, seq, TOKENS, "saved from another kind of KV cache")
 
 
 @pytest.mark.parametrize("name", ["iswa", "shared", "hybrid"])

@@ -268,24 +268,13 @@ VARIANTS = [
 
 @pytest.mark.parametrize("seq", [0, None], ids=["sequence", "whole"])
 def test_a_state_of_another_kind_is_refused_and_the_context_stays_usable(models, seq, monkeypatch):
-    states, contexts = [], []
+    contexts = []
     for kv, protect, environment in VARIANTS:
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             contexts.append(lib.Context(models("plain"), kv, protect=protect))
-        contexts[-1].decode(TOKENS[:32])
-        states.append(contexts[-1].save(seq))
-    for i, context in enumerate(contexts):
-        context.clear()
-        expected = context.decode(TOKENS[100:132])
-        for j, state in enumerate(states):
-            assert context.load(state, seq) == (i == j), (VARIANTS[i], VARIANTS[j], context.log)
-            if i != j:
-                assert re.search("saved from another kind of KV cache|mismatched (key|value)", context.log), context.log
-                context.clear()
-                assert np.array_equal(context.decode(TOKENS[100:132]), expected)
-        context.close()
+    lib.assert_states_refuse_each_other(contexts, seq, TOKENS, "saved from another kind of KV cache|mismatched (key|value)")
 
 
 @pytest.mark.parametrize("kv", ["f16/f16", "q4_0/q4_0", "q8_0/f16"])

@@ -74,7 +74,7 @@ def test_the_budget_is_what_llama_allocates(tmp_path, kind):
     subject, n_ctx = subject_of(path), 512
     base = calibrate(subject, [TEXT], (128,), 256).profile
     with Engine(path) as engine:
-        made = t.tune(engine, subject, base, TEXT, quality.make_plan(128, 1, None), n_ctx, 7.0, None, CANDIDATES)
+        made = t.tune(engine, subject, base, TEXT, quality.make_plan(128, 1, None), n_ctx, t.Budget(7.0), CANDIDATES)
         made.profile.write(tmp_path / "tuned.gguf")
         with engine.open(Cache("", 0, tmp_path / "tuned.gguf"), n_ctx) as session:
             allocated = session.allocated
@@ -93,7 +93,7 @@ def test_layers_that_cost_more_get_more(tmp_path):
     subject = subject_of(path)
     base = calibrate(subject, [TEXT], (128,), 256).profile
     with Engine(path) as engine:
-        few, many = (t.tune(engine, subject, base, TEXT, quality.make_plan(128, 1, None), 512, bits, None, CANDIDATES) for bits in (6.0, 16.0))
+        few, many = (t.tune(engine, subject, base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(bits), CANDIDATES) for bits in (6.0, 16.0))
     assert few.tuned.predicted > many.tuned.predicted == 0
     assert set(many.profile.types_k) == set(many.profile.types_v) == {"f16"} and not many.profile.maps
     assert few.best_uniform is None or few.best_uniform[1].predicted >= few.tuned.predicted
@@ -104,14 +104,14 @@ def test_a_budget_that_nothing_fits_is_refused_before_anything_is_measured(tmp_p
     base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
     monkeypatch.setattr(t, "measure", lambda *_: pytest.fail("it was measured"))
     with Engine(path) as engine, pytest.raises(KvfmtError, match="less than the smallest cache"):
-        t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 512, 2.0, None, CANDIDATES)
+        t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(2.0), CANDIDATES)
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path):
     one, other = (random_gguf.llama(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
     base = calibrate(subject_of(one), [TEXT], (128,), 128).profile
     with Engine(other) as engine, pytest.raises(KvfmtError, match="not for 2"):
-        t.tune(engine, subject_of(other), base, TEXT, quality.make_plan(128, 1, None), 512, 6.0, None, CANDIDATES)
+        t.tune(engine, subject_of(other), base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(6.0), CANDIDATES)
 
 
 @pytest.mark.parametrize(

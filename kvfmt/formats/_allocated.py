@@ -25,7 +25,7 @@ import numpy as np
 
 from ..codec import Format, make_drivers
 from ..jit import jit
-from ..scalar import UNIT, f32_to_f16_bits, load_scale, normalise, store_scale
+from ..scalar import INPUT_RULES, UNIT, ZERO_BLOCK_RULE, f32_to_f16_bits, load_scale, normalise, store_scale
 from ..spec import BlockSpec, Field, Table, flat
 
 BLOCK = 64
@@ -45,14 +45,13 @@ PARTS = ("fine", "middle", "coarse")
 SCALE_UNIT = np.float32(2.0**LEVEL_SHIFT / UNIT)
 
 ROUNDING = (
-    "input: NaN is 0, magnitudes above 65504 saturate",
-    "normalise: xi = rint_even(x * (32767 / amax)) in float32; amax < 2**-26 gives the zero block",
+    *INPUT_RULES,
     "values 0..15 take fine codes, 16..31 middle codes, 32..63 coarse codes",
     "magnitude index = number of thresholds of its codebook strictly below |xi|; the sign bit is xi < 0",
     "candidate score = f32(S) * f32(S) / f32(C) with S = sum weight |xi| level, C = sum weight level**2;"
     " the first maximum wins",
     "scale = f16_rne(min(f32(S) / f32(C) * (amax * f32(32 / 32767)), 65504)); a scale of 0 gives the zero block",
-    "the zero block is all zero bytes",
+    ZERO_BLOCK_RULE,
     "decode: f32(scale) * (level * 2**-5), exact",
 )
 

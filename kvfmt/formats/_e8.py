@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..jit import jit
-from ..scalar import UNIT, f32_to_f16_bits, load_scale, normalise, scale_ratio, store_scale
+from ..scalar import INPUT_RULES, UNIT, ZERO_BLOCK_RULE, f32_to_f16_bits, load_scale, normalise, scale_ratio, store_scale
 from ..spec import Table, flat
 
 BLOCK = 64
@@ -62,8 +62,7 @@ GRID_LOW, GRID_HIGH, GRID_STEP = 30.0, 420.0, 1.1
 SCALE_UNIT = np.float32(2.0**LEVEL_SHIFT / UNIT)
 
 _CHOICE = (
-    "input: NaN is 0, magnitudes above 65504 saturate",
-    "normalise: xi = rint_even(x * (32767 / amax)) in float32; amax < 2**-26 gives the zero block",
+    *INPUT_RULES,
     "first candidate = number of start thresholds strictly below floor(sum xi**2 / 64)",
     "at candidate j: y = floor((xi * step[j] + 2**15) / 2**16), in units of an eighth of a level",
     "for either direction, up first: z = y - direction * 8 * shift; |z| * 8 + position in the row is sorted downwards",
@@ -75,7 +74,7 @@ _CHOICE = (
     "climb: candidates upwards while the score falls strictly; if the first of them did not, downwards likewise",
 )
 _DECODE = (
-    "the zero block is all zero bytes",
+    ZERO_BLOCK_RULE,
     "decode: f32(scale) * (level * 2**-4), exact; level = sign * magnitude + direction * shift;"
     " the direction is up where an even number of signs and odd rows is set",
 )

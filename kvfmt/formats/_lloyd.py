@@ -28,7 +28,7 @@ import numpy as np
 from scipy.stats import norm
 
 from ..jit import jit
-from ..scalar import UNIT, f32_to_f16_bits, normalise, scale_ratio, store_scale
+from ..scalar import INPUT_RULES, UNIT, ZERO_BLOCK_RULE, f32_to_f16_bits, normalise, scale_ratio, store_scale
 from ..spec import Table, flat
 
 TOP_LEVEL = 127
@@ -36,13 +36,12 @@ BLOCK = 64
 LEVEL_SHIFT = 6
 
 _CHOICE = (
-    "input: NaN is 0, magnitudes above 65504 saturate",
-    "normalise: xi = rint_even(x * (32767 / amax)) in float32; amax < 2**-26 gives the zero block",
+    *INPUT_RULES,
     "magnitude index = number of thresholds strictly below |xi|; the sign bit is xi < 0",
     "candidate score = f32(S) * f32(S) / f32(C) with S = sum |xi| level, C = sum level**2; the first maximum wins",
 )
 _DECODE = (
-    "the zero block is all zero bytes",
+    ZERO_BLOCK_RULE,
     "decode: f32(scale) * (level * 2**-6), exact",
 )
 

@@ -12,7 +12,7 @@ from scipy.stats import norm
 
 from ..codec import Format, make_drivers
 from ..jit import jit
-from ..scalar import UNIT, f32_to_f16_bits, load_scale, normalise, store_scale
+from ..scalar import INPUT_RULES, UNIT, f32_to_f16_bits, load_scale, normalise, store_scale
 from ..spec import BlockSpec, Field, Table
 from . import _nibbles
 
@@ -49,8 +49,7 @@ SPEC = BlockSpec(
     ),
     level_shift=LEVEL_SHIFT,
     rounding=(
-        "input: NaN is 0, magnitudes above 65504 saturate",
-        "normalise: xi = rint_even(x * (32767 / amax)) in float32; amax < 2**-26 gives the zero block",
+        *INPUT_RULES,
         "code = number of thresholds strictly below xi",
         "scale = f16_rne(min(amax * f32(128 / 127), 65504)); a scale of 0 gives the zero block",
         "the zero block has scale 0 and every code 7 (level 0)",
