@@ -21,6 +21,7 @@ def register(app: typer.Typer, model_option, output_option, threads_option, outp
         model: str = model_option,
         text: str = TEXT,
         methods: Optional[str] = typer.Option(None, help="names separated by ';'; default: all"),
+        profile: Optional[Path] = typer.Option(None, help="what `kvfmt calibrate` wrote: adds rows with calibrated keys"),
         output: Optional[Path] = output_option,
         threads: Optional[int] = threads_option,
     ) -> None:
@@ -30,7 +31,7 @@ def register(app: typer.Typer, model_option, output_option, threads_option, outp
         from kvfmt.build.console import console
 
         target = output_file(output, model)
-        rows = run_lab(model, text, target, methods, threads=threads)
+        rows = run_lab(model, text, target, methods, threads=threads, profile=profile)
         console.print(pages.lab_table([r for r in rows if r.setup["what"] == "method"]).markdown(), soft_wrap=True)
         console.print(f"rows: {target}", soft_wrap=True)
 
