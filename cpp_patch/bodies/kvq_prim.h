@@ -22,7 +22,7 @@
 #endif
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
-#    define KVQ_FN    static __host__ __device__ __forceinline__
+#    define KVQ_FN    static __device__ __forceinline__ // not for the host, which cannot read the tables
 #    define KVQ_TABLE static __device__ const
 #else
 #    define KVQ_FN    static inline
