@@ -26,9 +26,9 @@ def packing(spec: BlockSpec) -> str:
         return "nibbles"
     if set(counts) == {"rows", "signs"} and {"rows", "shift"} <= set(tables) and _magnitudes(spec, "rows"):
         return "words"
-    if set(counts) == {"qs", "qh"} and {"fine", "middle", "coarse"} <= set(tables):
-        if tables["fine"] in (32, 64) and max(tables["middle"], tables["coarse"]) <= 16 and _mirrored(spec):
-            return "quarters"
+    books = [tables.get(name, 0) for name in ("fine", "middle", "coarse")]
+    if set(counts) == {"qs", "qh"} and all(books) and books[0] in (32, 64) and max(books[1:]) <= 16 and _mirrored(spec):
+        return "quarters"
     return "levels"
 
 
