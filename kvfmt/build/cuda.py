@@ -9,10 +9,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfmt.build.nvcc import OLDEST, installed, release
 from kvfmt.errors import KvfmtError, MissingTool
 
-#: Where toolkits are when no variable and no PATH says so.
-USUAL_PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 #: The parts of object paths that are the backend's, and those that are ours among them.
 _CUDA_OBJECT = re.compile(r"ggml-cuda\.dir/.*\.cu\.o$")
 _OUR_OBJECT = re.compile(r"/kvq[^/]*\.cu\.o$")
@@ -40,20 +39,18 @@ class CudaBuild:
 
 
 def find_nvcc() -> str:
-    """The path of nvcc: $CUDACXX, then $CUDA_HOME or $CUDA_PATH, then PATH, then the usual places. Raises MissingTool."""
-    if own := os.environ.get("CUDACXX"):
-        if found := shutil.which(own):
-            return found
+    """The path of an installed toolkit's nvcc: the packaged one has no cuBLAS to link with. Raises MissingTool."""
+    own = os.environ.get("CUDACXX")
+    if own and not (shutil.which(own) and release(Path(own))):
         raise MissingTool(f"CUDACXX={own} does not run", "Set it to the nvcc of a CUDA toolkit, or unset it.")
-    homes = [os.path.join(home, "bin") for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    for path in (*homes, os.environ.get("PATH", ""), *USUAL_PLACES):
-        if found := shutil.which("nvcc", path=path):
-            return found
-    raise MissingTool(
-        "nvcc, the compiler of the CUDA toolkit, is not installed",
-        "Install the toolkit (11.8 or later, with cuBLAS), or set CUDACXX to its nvcc if it is at an unusual place. "
-        "Without a GPU in mind, `kvfmt build` alone is enough.",
-    )
+    found = installed()
+    if not found:
+        raise MissingTool(
+            f"no CUDA toolkit of version {OLDEST} or later is installed: there is no nvcc",
+            "Install one, with cuBLAS, or set CUDACXX to its nvcc if it is at an unusual place. "
+            "Without a GPU in mind, `kvfmt build` alone is enough.",
+        )
+    return str(found)
 
 
 def gpu_architectures() -> list[str]:
