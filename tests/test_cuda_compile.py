@@ -47,17 +47,25 @@ def _flags(patched: Path) -> list[str]:
     return ["-std=c++17", f"-arch={ARCH}", *flags, "-DGGML_CUDA_NO_VMM", "-allow-unsupported-compiler"]
 
 
-def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind: str, tmp_path: Path) -> str:
-    """Output of nvcc for ggml/src/``name``: the PTX, or nothing for an object. Kept in the cache under all that it is made of."""
+def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind: str, tmp_path: Path, own: str | None = None) -> str:
+    """Output of nvcc for ggml/src/``name``, or for a text of the test's ``own`` in that place: the PTX, or nothing for an object.
+
+    Kept in the cache under all that it is made of.
+    """
+    text = own or texts[name]
     command = [*_flags(patched), {"object": "-c", "ptx": "-ptx"}[kind]]
     standin = sorted((p.name, p.read_text()) for p in STANDIN.glob("*.h"))
-    made_of = digest(str(nvcc), release(nvcc), command, standin, texts[name], sorted(included(texts, name, texts[name]).items()))
+    made_of = digest(str(nvcc), release(nvcc), command, standin, text, sorted(included(texts, name, text).items()))
     kept = cache_dir() / "nvcc" / f"{Path(name).stem}-{made_of}.{kind}"
     if not kept.exists():
         src = patched / "ggml" / "src"
         out = tmp_path / "out"
+        source = src / name
+        if own:
+            source = tmp_path / Path(name).name
+            source.write_text(own)
         done = subprocess.run(
-            [nvcc, *command, f"-I{src}", f"-I{src}/../include", f"-I{STANDIN}", src / name, "-o", out], capture_output=True, text=True, check=False
+            [nvcc, *command, f"-I{src}", f"-I{src}/../include", f"-I{src / 'ggml-cuda'}", f"-I{STANDIN}", source, "-o", out], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
         assert not re.search(r"kvq.*warning", done.stderr), done.stderr[:4000]
@@ -94,6 +102,30 @@ def test_fast_math_changes_no_byte(nvcc, patched, texts, tmp_path):
             assert operations <= {"add.rn.ftz.f32", "mul.rn.ftz.f32", "div.rn.ftz.f32"}, f"{name}: {sorted(operations)}"
             assert not re.search(r"cvt\.rz\S*\.f32\.[su]\d", body), f"{name}: an integer becomes a float without rounding to nearest"
     assert "div.rn.ftz.f32" in seen and "mul.rn.ftz.f32" in seen, "the patterns of this test no longer see the arithmetic"
+
+
+READS = """
+#include "fattn-vec.cuh"
+
+template <ggml_type type>
+static __global__ void reads(const char * blocks, const int * q8, const float2 * ds, float * out) {
+    out[threadIdx.x] = kvq_get_vec_dot_KQ<type, 128, 32>()(blocks, nullptr, q8, ds);
+    kvq_get_dequantize_V<type, float, 4>()(blocks, out + 4*threadIdx.x, 4*threadIdx.x);
+}
+"""
+
+
+def test_attention_reads_every_format_four_values_at_a_time(nvcc, patched, texts, tmp_path):
+    """Integer products by dp4a, nothing kept in memory of a thread's own, and no byte of a block loaded twice."""
+    arguments = "(const char *, const int *, const float2 *, float *)"
+    formats = registry.all_formats()
+    own = READS + "".join(f"template __global__ void reads<GGML_TYPE_{f.spec.name.upper()}>{arguments};\n" for f in formats)
+    kernels = _entries(_compiled(nvcc, patched, texts, "ggml-cuda/own-reads.cu", "ptx", tmp_path, own))
+    for fmt in formats:
+        (body,) = [body for name, body in kernels.items() if f"ggml_type{fmt.spec.type_id}E" in name]
+        assert body.count("dp4a") == 1 and ".local" not in body, fmt.spec.name
+        # the scale, and up to six pieces of codes, once for the product and once for the values; the query and its scale
+        assert len(re.findall(r"\bld\.global", body)) <= 2 * 7 + 2, fmt.spec.name
 
 
 def test_nvcc_from_packages_compiles(patched, texts, tmp_path):
