@@ -15,6 +15,7 @@ from simt_build import CXX, device_library
 
 from cpp_patch.fattn_pairs import HEADS, pairs
 from kvfmt import registry
+from kvfmt.build.paths import ROOT
 
 ALL = registry.all_formats()
 PAIRS = pairs()
@@ -221,6 +222,7 @@ def test_the_table_is_short_and_whole():
     values = {f.spec.name for f in ALL if "V" in f.spec.roles}
     for key in STOCK:
         assert {p.v for p in PAIRS if p.k == key} == values
+    assert f"for the {len(PAIRS)} pairs of\n`cpp_patch/fattn_pairs.py`" in (ROOT / "README.md").read_text().replace("\n  ", "\n")
     # every format that is for keys first has a partner
     assert {p.k for p in PAIRS} == {f.spec.name for f in ALL if f.spec.roles[0] == "K"} | set(STOCK)
 
