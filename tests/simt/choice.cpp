@@ -32,7 +32,7 @@ to_fp16_nc_cuda_t ggml_get_to_fp16_nc_cuda(ggml_type) { return nullptr; }
 
 // The GPU's compute capability, as ggml counts it: 890 for 8.9.
 extern "C" void simt_set_architecture(int cc) {
-    const_cast<ggml_cuda_device_info &>(ggml_cuda_info()).devices[0].cc = cc;
+    simt_device_info().devices[0].cc = cc;
 }
 
 extern "C" int simt_supports(const ggml_tensor * node) {
