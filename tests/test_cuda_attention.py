@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blocks import assert_same_floats
+from cuda_sources import attention_instances
 from edge_inputs import edge_rows, random_rows, structured_rows
 from ggml_lib import GGML_TYPE_F16, GGML_TYPE_F32, GGML_TYPE_Q8_0, Graph, pointer
 from simt_build import CXX, device_library
@@ -239,9 +240,6 @@ def test_every_instance_is_built_and_reported(patched):
 
 # --- which kernel ----------------------------------------------------------------------------------------------------
 
-STOCK_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "bf16", "f16")
-#: What upstream compiles by default.
-STOCK_INSTANCES = {("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0")}
 AMPERE, ADA, VOLTA, PASCAL = 800, 890, 700, 610
 TYPE_IDS = STOCK | {f.spec.name: f.spec.type_id for f in ALL}
 
@@ -250,13 +248,12 @@ TYPE_IDS = STOCK | {f.spec.name: f.spec.type_id for f in ALL}
 def choice(ggml, ggml_libdir, patched):
     """tests/simt/choice.cpp: fattn.cu without the kernels' headers."""
     headers = ("fattn-mma-f16.cuh", "fattn-tile.cuh", "fattn-vec.cuh")
-    defines = [f"GGML_CUDA_FA_{k}_{v}={int((k, v) in STOCK_INSTANCES)}".upper() for k in STOCK_TYPES for v in STOCK_TYPES]
     library = device_library(
         patched,
         "choice.cpp",
         ggml_libdir,
         edit=lambda name, text: "" if name.removeprefix("ggml-cuda/") in headers else text,
-        defines=(*defines, 'GGML_CUDA_FA_QUANTS="test"'),
+        defines=tuple(attention_instances(patched)),
     )
     library.simt_choose.argtypes, library.simt_choose.restype = [ctypes.c_void_p], ctypes.c_char_p
     library.simt_result_bytes.argtypes, library.simt_result_bytes.restype = [ctypes.c_void_p], ctypes.c_size_t

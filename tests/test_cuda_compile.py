@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PIN
-from cuda_sources import digest, included, sources
+from cuda_sources import attention_instances, digest, included, sources
 
 from cpp_patch.apply import load_series
 from cpp_patch.fattn_pairs import pairs
@@ -44,7 +44,7 @@ def _flags(patched: Path) -> list[str]:
     """What upstream's build hands to nvcc."""
     flags = re.search(r"set\(CUDA_FLAGS ([^)]*)\)", (patched / "ggml/src/ggml-cuda/CMakeLists.txt").read_text())[1].split()
     assert "-use_fast_math" in flags
-    return ["-std=c++17", f"-arch={ARCH}", *flags, "-DGGML_CUDA_NO_VMM", "-allow-unsupported-compiler"]
+    return ["-std=c++17", f"-arch={ARCH}", *flags, "-DGGML_CUDA_NO_VMM", "-allow-unsupported-compiler", *(f"-D{d}" for d in attention_instances(patched))]
 
 
 def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind: str, tmp_path: Path, own: str | None = None) -> str:
