@@ -62,7 +62,7 @@ KVQ_FN int kvq_e8_class_parity(const kvq_e8_book * book, int dim, int k) {
         }                                                                               \
     } while (0)
 
-// Keys |z| * 8 + position of a row, sorted downwards, and what the classes gain, for either parity relative to the natural signs.
+// Keys |z| * 8 + position of a row, sorted downwards.
 KVQ_FN_CONST void kvq_e8_order(int * key, int dim) {
 #define KVQ_E8_ORDER(i, j)                            \
     do {                                              \
@@ -75,7 +75,12 @@ KVQ_FN_CONST void kvq_e8_order(int * key, int dim) {
 #undef KVQ_E8_ORDER
 }
 
+// The most that a class gains, and which, of the sorted keys of a row: for either parity relative to the natural signs.
 KVQ_FN_CONST void kvq_e8_gains(const int * key, const kvq_e8_book * book, int dim, int32_t * most, int32_t * pick) {
+    int mag[8];
+    for (int i = 0; i < dim; ++i) {
+        mag[i] = key[i] >> 3;
+    }
     most[0] = INT32_MIN;
     most[1] = INT32_MIN;
     KVQ_UNROLL
@@ -83,9 +88,9 @@ KVQ_FN_CONST void kvq_e8_gains(const int * key, const kvq_e8_book * book, int di
         const int8_t * level   = book->classes + k * dim;
         int32_t        natural = -book->norms[k];
         for (int i = 0; i < dim; ++i) {
-            natural += 2 * (key[i] >> 3) * level[i];
+            natural += 2 * mag[i] * level[i];
         }
-        const int32_t flipped = natural - 4 * (key[dim - 1] >> 3) * level[dim - 1];
+        const int32_t flipped = natural - 4 * mag[dim - 1] * level[dim - 1];
         const int     parity  = kvq_e8_class_parity(book, dim, k);
         if (natural > most[parity]) {
             most[parity] = natural;
@@ -248,9 +253,9 @@ KVQ_FN int kvq_e8_start(const kvq_e8_book * book, int64_t square) {
     return first;
 }
 
-// The word of row r: returns its row of the table, adds its signs, s and c. key: sorted, every `stride` places; xi: of the block, in the
-// order of the lanes; step: of the candidate; shift: up or down.
-KVQ_FN_CONST uint8_t kvq_e8_word(const int16_t * key, int stride, const int32_t * xi, int32_t step, const kvq_e8_book * book, int dim,
+// The word of row r: returns its row of the table, adds its signs, s and c. key: sorted, every `stride` places; xi and y (at the candidate
+// scale): of the block, in the order of the lanes; shift: up or down.
+KVQ_FN_CONST uint8_t kvq_e8_word(const int16_t * key, int stride, const int32_t * xi, const int16_t * y, const kvq_e8_book * book, int dim,
                                  int r, int pick, int shift, uint8_t * signs, int32_t * s, int32_t * c) {
     const int lanes = KVQ_E8_BLOCK / dim;
     int index = 0;
@@ -261,13 +266,12 @@ KVQ_FN_CONST uint8_t kvq_e8_word(const int16_t * key, int stride, const int32_t 
             power *= book->base;
         }
         index += book->digits[(pick >> 1) * dim + rank] * power;
-        const int x        = xi[at * lanes + r];
         const int flip     = rank == dim - 1 ? pick & 1 : 0;
-        const int negative = (kvq_e8_scale(x, step) < KVQ_E8_FINE * shift) ^ flip;
+        const int negative = (y[at * lanes + r] < KVQ_E8_FINE * shift) ^ flip;
         const int mag      = book->classes[(pick >> 1) * dim + rank];
         const int level    = (negative ? -mag : mag) + shift;
         *signs = (uint8_t) (*signs | negative << ((r * dim + at) & 7));
-        *s += x * level;
+        *s += xi[at * lanes + r] * level;
         *c += level * level;
     }
     return book->row_of[index];
@@ -326,6 +330,7 @@ KVQ_FN_CONST uint16_t kvq_e8_encode(const float * x, const kvq_e8_book * book, i
     }
 
     const kvq_e8_choice * choice = choices + kept;
+    kvq_e8_scaled(xi, book->step[winner], y);
     int32_t s = 0;
     int32_t c = 0;
     for (int g = 0; g < KVQ_E8_GROUPS; ++g) {
@@ -339,7 +344,7 @@ KVQ_FN_CONST uint16_t kvq_e8_encode(const float * x, const kvq_e8_book * book, i
         if (dim == 4 && (r & 1)) {
             parity ^= d ^ choice->odd[d][r - 1] ^ choice->odd[d][r];
         }
-        rows[r] = kvq_e8_word(choice->key[d] + r, lanes, xi, book->step[winner], book, dim, r, choice->pick[d][parity][r], shift,
+        rows[r] = kvq_e8_word(choice->key[d] + r, lanes, xi, y, book, dim, r, choice->pick[d][parity][r], shift,
                               signs + g, &s, &c);
     }
     return kvq_e8_f16_scale(book, amax, square, s, c);
@@ -456,10 +461,15 @@ static __device__ __forceinline__ uint16_t kvq_e8_encode_warp(const float * x, k
             }
         }
 
+        for (int h = 0; h < 2; ++h) {
+            const int at = kvq_lane() + h * KVQ_LANES;
+            scratch->mag[at] = kvq_e8_scale(scratch->xi[at], book->step[winner]);
+        }
+        KVQ_SYNC();
         int32_t s = 0;
         int32_t c = 0;
         taken = kept.taken && kvq_lane() < 2 * lanes;
-        row   = kvq_e8_word(kept.key, 1, scratch->xi, book->step[winner], book, dim, r, kept.pick, d ? -book->shift : book->shift, &sign, &s, &c);
+        row   = kvq_e8_word(kept.key, 1, scratch->xi, scratch->mag, book, dim, r, kept.pick, d ? -book->shift : book->shift, &sign, &s, &c);
         s     = kvq_sum_warp(taken ? s : 0);
         c     = kvq_sum_warp(taken ? c : 0);
         scale = kvq_e8_f16_scale(book, part.amax, square, s, c);
