@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cpp_patch.apply import hash_all, load_all
 from kvfmt.build.files import write_whole
+from kvfmt.build.flags import FLAGS
 from kvfmt.build.pins import get_pin
 from kvfmt.errors import BuildFailed, KvfmtError, MissingTool
 
@@ -330,9 +331,7 @@ def build(tree: Path, folder: Path, arch: str, seconds: float) -> None:
         if not shutil.which(os.environ.get("CUDACXX", tool) if tool == "nvcc" else tool):
             raise MissingTool(f"{tool} is missing, and without --bin there is nothing to {why} with", "Install it, or give --bin.")
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF"]
-    flags += ["-DLLAMA_BUILD_TESTS=ON", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]
-    flags += ["-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", f"-DCMAKE_CUDA_ARCHITECTURES={arch}"]
+    flags = [*FLAGS, "-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", f"-DCMAKE_CUDA_ARCHITECTURES={arch}"]
     until = time.monotonic() + seconds
     for command in (
         ["cmake", "-S", str(tree), "-B", str(folder), *generator, *flags],

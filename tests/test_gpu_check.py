@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from bench import gpu_check
 from cpp_patch.fattn_pairs import pairs
 from kvfmt import registry
+from kvfmt.build.paths import ROOT
 
 SCRIPT = Path(gpu_check.__file__).with_suffix(".sh")
 
@@ -47,6 +49,13 @@ def test_what_is_missing_is_said_at_once(tmp_path):
     for part in ("--model", "no.gguf is not there", "--text", "--tree", "llama-perplexity is not there", "Nothing is downloaded"):
         assert part in done.stderr, done.stderr
     assert "kvfmt build" in subprocess.run([SCRIPT], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib, as the script says")
+def test_it_needs_nothing_but_python():
+    command = [sys.executable, "-S", "-c", "import bench.gpu_check"]  # -S: no installed packages
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_step_without_time_is_named_and_what_was_measured_is_kept(tmp_path, capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvfmt.build import console
 from kvfmt.build.cuda import CudaBuild, measured
 from kvfmt.build.fetch import require_space
+from kvfmt.build.flags import FLAGS
 from kvfmt.build.paths import build_dir
 from kvfmt.build.pins import Pin
 from kvfmt.errors import BuildFailed, MissingTool
@@ -29,21 +30,6 @@ TOOLS = (
 )
 TESTS = ("test-quantize-fns", "test-backend-ops", "test-gguf", "test-save-load-state")
 LIBRARIES = ("llama", "mtmd", "ggml", "ggml-base", "ggml-cpu", "ggml-rpc")
-
-FLAGS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DBUILD_SHARED_LIBS=ON",
-    # One file per library, found beside whatever loads it: the same files then serve the tools and the wheel.
-    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
-    f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
-    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
-    "-DLLAMA_BUILD_TESTS=ON",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_UI=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DGGML_RPC=ON",
-)
 
 #: The library that a CUDA build has beside those.
 CUDA_LIBRARY = "ggml-cuda"
