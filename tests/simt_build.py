@@ -27,7 +27,7 @@ CXX = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=fast", "-fexpensive-optimizations", "-fno-strict-aliasing", "-w"]
 FLAGS += ["-mfma", "-mf16c"] if platform.machine() == "x86_64" else []
 #: So many libraries stay in the cache.
-KEPT = 16
+KEPT = 40
 
 _LAUNCH = re.compile(r"((?:\w+::)*\w+\s*(?:<[^;{}()]*(?:\([^;{}()]*\)[^;{}()]*)*>)?)\s*<<<(.*?)>>>\s*\(", re.S)
 _EXTERN = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+)\s+(\w+)\[\];")
