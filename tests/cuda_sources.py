@@ -41,3 +41,11 @@ def included(texts: dict[str, str], name: str, text: str) -> dict[str, str]:
 def digest(*parts) -> str:
     """20 hex digits that change with any part."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def attention_instances(tree: Path) -> list[str]:
+    """What upstream's CMake defines for fattn.cu: GGML_CUDA_FA_<K>_<V>=1 for the pairs of a default build, =0 for the others."""
+    types = re.search(r"set\(FA_TYPES ([^)]*)\)", (tree / "ggml" / "cmake" / "common.cmake").read_text())[1].split()
+    chosen = re.search(r'GGML_CUDA_FA_QUANTS "([^"]*)"', (tree / "ggml" / "CMakeLists.txt").read_text())[1].split(";")
+    assert "f16-f16" in chosen and len(types) > 5, (chosen, types)
+    return [f"GGML_CUDA_FA_{k.upper()}_{v.upper()}={int(f'{k}-{v}' in chosen)}" for k in types for v in types]

@@ -20,6 +20,8 @@ from kvfmt.errors import DownloadFailed, MissingTool
 REQUIREMENTS = ROOT / "requirements-cuda.txt"
 OLDEST = 12
 INSTALLED_BYTES = 500_000_000
+#: Where toolkits are when no variable and no PATH says so.
+USUAL_HOMES = ("/usr/local/cuda", "/opt/cuda")
 
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 
@@ -35,9 +37,10 @@ def release(nvcc: Path) -> tuple[int, int] | None:
 
 
 def installed() -> Path | None:
-    """nvcc of an installed toolkit of CUDA 12 or later: on PATH, or below $CUDA_PATH."""
-    candidates = [shutil.which("nvcc"), *(Path(p) / "bin" / "nvcc" for p in (os.environ.get("CUDA_PATH"),) if p)]
-    for nvcc in filter(None, candidates):
+    """nvcc of an installed toolkit of CUDA 12 or later: $CUDACXX, below $CUDA_HOME or $CUDA_PATH, on PATH, or at a usual place."""
+    homes = [*(os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")), *USUAL_HOMES]
+    beside = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes if home]
+    for nvcc in filter(None, [os.environ.get("CUDACXX"), *beside[: -len(USUAL_HOMES)], shutil.which("nvcc"), *beside]):
         if (found := release(Path(nvcc))) and found[0] >= OLDEST:
             return Path(nvcc)
     return None

@@ -14,8 +14,9 @@ int ggml_cuda_get_device() {
     return 0;
 }
 
-const ggml_cuda_device_info & ggml_cuda_info() {
-    static const ggml_cuda_device_info info = []() {
+// What the one device is; a test may say otherwise.
+static ggml_cuda_device_info & simt_device_info() {
+    static ggml_cuda_device_info info = []() {
         ggml_cuda_device_info made = {};
         made.device_count = 1;
         made.devices[0].cc        = SIMT_ARCH;
@@ -26,6 +27,10 @@ const ggml_cuda_device_info & ggml_cuda_info() {
         return made;
     }();
     return info;
+}
+
+const ggml_cuda_device_info & ggml_cuda_info() {
+    return simt_device_info();
 }
 
 struct simt_pool : ggml_cuda_pool {
