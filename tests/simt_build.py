@@ -24,10 +24,10 @@ from kvfmt.build.paths import cache_dir
 SIMT = Path(__file__).resolve().parent / "simt"
 CXX = os.environ.get("CXX", "c++")
 #: a * b + c may be contracted, as nvcc does; no other freedom of fast math, which would change what is not CUDA's.
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-strict-aliasing", "-w"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=fast", "-fexpensive-optimizations", "-fno-strict-aliasing", "-w"]
 FLAGS += ["-mfma", "-mf16c"] if platform.machine() == "x86_64" else []
 #: So many libraries stay in the cache.
-KEPT = 16
+KEPT = 40
 
 _LAUNCH = re.compile(r"((?:\w+::)*\w+\s*(?:<[^;{}()]*(?:\([^;{}()]*\)[^;{}()]*)*>)?)\s*<<<(.*?)>>>\s*\(", re.S)
 _EXTERN = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w:]+)\s+(\w+)\[\];")

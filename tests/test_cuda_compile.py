@@ -24,6 +24,8 @@ from kvfmt.build.paths import cache_dir
 ARCH = os.environ.get("KVFMT_CUDA_ARCH", "sm_80")
 #: Declares what ggml-cuda names of cuBLAS, whose package has half a gigabyte.
 STANDIN = Path(__file__).resolve().parent / "cuda"
+#: So many results stay in the cache.
+KEPT = 200
 TOUCHED = sorted(f for f in load_series(PIN, "llama.cpp").files if f.endswith(".cu"))
 #: All alike but for two names; nvcc takes a quarter of a minute for each. The host compiles and runs every one of them.
 INSTANCES = [f for f in TOUCHED if "/kvq-fattn-vec-instance-" in f]
@@ -56,7 +58,7 @@ def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind:
     command = [*_flags(patched), {"object": "-c", "ptx": "-ptx"}[kind]]
     standin = sorted((p.name, p.read_text()) for p in STANDIN.glob("*.h"))
     made_of = digest(str(nvcc), release(nvcc), command, standin, text, sorted(included(texts, name, text).items()))
-    kept = cache_dir() / "nvcc" / f"{Path(name).stem}-{made_of}.{kind}"
+    kept = cache_dir() / "nvcc-tests" / f"{Path(name).stem}-{made_of}.{kind}"
     if not kept.exists():
         src = patched / "ggml" / "src"
         out = tmp_path / "out"
@@ -70,6 +72,8 @@ def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind:
         assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
         assert not re.search(r"kvq.*warning", done.stderr), done.stderr[:4000]
         write_whole(kept, out.read_text() if kind == "ptx" else "")
+        for old in sorted(kept.parent.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)[KEPT:]:
+            old.unlink(missing_ok=True)
     return kept.read_text()
 
 
