@@ -34,11 +34,14 @@ class Edit:
 
 @dataclass(frozen=True)
 class NewFile:
-    """``each_format`` makes one file per registered format; path and template may then say {{ fmt.name }}."""
+    """``each_format`` makes one file per registered format; path and template may then say {{ fmt.name }}.
+    ``each_pair`` one per pair of fattn_pairs.py, {{ pair.name }}.
+    """
 
     path: str
     template: str
     each_format: bool = False
+    each_pair: bool = False
 
 
 @dataclass(frozen=True)

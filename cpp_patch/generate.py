@@ -18,7 +18,8 @@ import jinja2
 from kvfmt import registry
 from kvfmt.spec import BlockSpec
 
-from . import edits
+from . import edits, fattn_pairs
+from . import packing as packed
 
 HERE = Path(__file__).resolve().parent
 TEMPLATES = HERE / "templates"
@@ -56,6 +57,36 @@ class FormatView:
     def bits_text(self) -> str:
         return f"{self.spec.bits_per_value:g}"
 
+    # How CUDA's attention reads a block, see packing.py
+
+    @property
+    def packing(self) -> str:
+        return packed.packing(self.spec)
+
+    def words(self, table: str) -> list[str]:
+        return packed.words(self.spec.table(table).values)
+
+    def magnitude_words(self, table: str, at_least: int) -> list[str]:
+        return packed.words(packed.magnitudes(self.spec, table), at_least)
+
+    def moved(self, sign: int) -> str:
+        """Four times the shift of an E8 word."""
+        (shift,) = self.spec.table("shift").values
+        return packed.words((sign * shift,) * packed.QUAD)[0]
+
+    @property
+    def quarter_bits(self) -> list[int]:
+        return packed.quarter_bits(self.spec)
+
+    @property
+    def high_shifts(self) -> list[int]:
+        """Where the bits beyond the second of each quarter's code begin in the field of a column."""
+        above = [bits - 2 for bits in self.quarter_bits]
+        return [sum(above[:quarter]) for quarter in range(len(above))]
+
+    def nibbles(self, values: list[int]) -> str:
+        return packed.nibble_list(values)
+
 
 def environment() -> jinja2.Environment:
     env = jinja2.Environment(
@@ -66,6 +97,8 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     env.globals["formats"] = [FormatView(fmt.spec) for fmt in registry.all_formats()]
+    env.globals["pairs"] = fattn_pairs.pairs()
+    env.globals["heads"] = fattn_pairs.HEADS
     return env
 
 
@@ -73,11 +106,19 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
+def _each(env: jinja2.Environment, new: edits.NewFile) -> list[dict]:
+    """What path and template of a new file may name, once for each file that it makes."""
+    if new.each_format:
+        return [{"fmt": view} for view in env.globals["formats"]]
+    if new.each_pair:
+        return [{"pair": pair} for pair in env.globals["pairs"]]
+    return [{}]
+
+
 def _new_files(env: jinja2.Environment, patch: edits.Patch) -> list[tuple[str, str]]:
     made = []
     for new in patch.files:
-        for view in env.globals["formats"] if new.each_format else [None]:
-            given = {"fmt": view} if view else {}
+        for given in _each(env, new):
             path = env.from_string(new.path).render(given)
             template = env.from_string(new.template).render(given)
             made.append((path, env.get_template(template).render(given)))

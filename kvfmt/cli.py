@@ -57,6 +57,8 @@ def build(
     tools_only: bool = typer.Option(False, help="no upstream tests and no wheel"),
     jobs: Optional[int] = typer.Option(None, "--jobs", "-j", min=1, help="compilers at a time"),
     discard_edits: bool = typer.Option(False, help="overwrite patched files that were edited by hand in build/"),
+    cuda: bool = typer.Option(False, "--cuda", help="with the backend for NVIDIA GPUs; needs nvcc and cuBLAS"),
+    cuda_arch: Optional[str] = typer.Option(None, help="GPU architectures such as '80;86;90'; implies --cuda; default: those of the GPUs here"),
 ) -> None:
     """Fetch llama.cpp, patch it, compile it, and install llama-cpp-python from the same tree."""
     from kvfmt.build.engine import run_build
@@ -67,6 +69,8 @@ def build(
         tools_only=tools_only,
         jobs=jobs,
         discard_edits=discard_edits,
+        cuda=cuda,
+        cuda_arch=cuda_arch,
     )
 
 

@@ -39,3 +39,17 @@ def pristine() -> Path:
     """The unpatched source distribution of the default pin: $KVFMT_PRISTINE, or what `kvfmt build` unpacked."""
     own = os.environ.get("KVFMT_PRISTINE")
     return _built(Path(own).resolve() if own else build_dir(PIN.name) / "pristine", "the unpatched tree")
+
+
+@pytest.fixture(scope="session")
+def patched() -> Path:
+    """The patched llama.cpp of the default pin, as `kvfmt build` left it."""
+    return _built(build_dir(PIN.name) / "src" / "vendor" / "llama.cpp", "the patched tree")
+
+
+@pytest.fixture(scope="session")
+def device(ggml, ggml_libdir, patched):
+    """The CUDA kernels, compiled for the host: see tests/simt/simt.h."""
+    from simt_build import device_library
+
+    return device_library(patched, "device.cpp", ggml_libdir)

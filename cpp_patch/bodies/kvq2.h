@@ -4,6 +4,11 @@
 #include "kvq_blocks.h"
 #include "kvq_unpack.h"
 
+// Byte j of the packed codes.
+KVQ_FN uint8_t kvq2_byte(const uint8_t * codes, int j) {
+    return (uint8_t) (codes[j] | (codes[j + 16] << 2) | (codes[j + 32] << 4) | (codes[j + 48] << 6));
+}
+
 KVQ_FN void kvq2_encode(const float * x, block_kvq2 * y) {
     uint8_t codes[KVQ2_BLOCK];
     memset(y, 0, sizeof(*y));
@@ -12,9 +17,19 @@ KVQ_FN void kvq2_encode(const float * x, block_kvq2 * y) {
         return;
     }
     for (int j = 0; j < 16; ++j) {
-        y->qs[j] = (uint8_t) (codes[j] | (codes[j + 16] << 2) | (codes[j + 32] << 4) | (codes[j + 48] << 6));
+        y->qs[j] = kvq2_byte(codes, j);
     }
 }
+
+#if defined(KVQ_WARP)
+KVQ_FN void kvq2_encode_warp(const float * x, block_kvq2 * y, kvq_scratch * scratch) {
+    const uint16_t d = kvq_lloyd_search_warp<2, KVQ2_GRID_ROWS>(x, scratch, kvq2_levels, &kvq2_grid[0][0], KVQ2_UNBIASED);
+    if (kvq_lane() < 16) {
+        y->qs[kvq_lane()] = d == 0 ? 0 : kvq2_byte(scratch->codes, kvq_lane());
+    }
+    y->d = d;
+}
+#endif
 
 KVQ_FN int8_t kvq2_level(const block_kvq2 * b, int i) {
     return kvq2_levels[kvq_crumb(b->qs, i)];

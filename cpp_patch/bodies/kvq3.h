@@ -12,13 +12,29 @@ KVQ_FN void kvq3_encode(const float * x, block_kvq3 * y) {
         return;
     }
     for (int j = 0; j < 16; ++j) {
-        y->qs[j] = (uint8_t) ((codes[j] & 3) | ((codes[j + 16] & 3) << 2) | ((codes[j + 32] & 3) << 4) |
-                              ((codes[j + 48] & 3) << 6));
+        y->qs[j] = kvq_crumb_byte(codes, j);
     }
     for (int i = 0; i < KVQ3_BLOCK; ++i) {
         y->qh[i / 8] |= (uint8_t) ((codes[i] >> 2) << (i % 8));
     }
 }
+
+#if defined(KVQ_WARP)
+KVQ_FN void kvq3_encode_warp(const float * x, block_kvq3 * y, kvq_scratch * scratch) {
+    const uint16_t d = kvq_lloyd_search_warp<4, KVQ3_GRID_ROWS>(x, scratch, kvq3_levels, &kvq3_grid[0][0], KVQ3_UNBIASED);
+    const int lane = kvq_lane();
+    if (lane < 16) {
+        y->qs[lane] = d == 0 ? 0 : kvq_crumb_byte(scratch->codes, lane);
+    } else if (lane < 24) {
+        uint8_t signs = 0;
+        for (int i = 0; i < 8; ++i) {
+            signs = (uint8_t) (signs | (scratch->codes[8 * (lane - 16) + i] >> 2) << i);
+        }
+        y->qh[lane - 16] = d == 0 ? 0 : signs;
+    }
+    y->d = d;
+}
+#endif
 
 KVQ_FN int8_t kvq3_level(const block_kvq3 * b, int i) {
     const uint8_t sign = (b->qh[i >> 3] >> (i & 7)) & 1;

@@ -13,6 +13,14 @@ KVQ_FN void kvq4_encode(const float * x, block_kvq4 * y) {
     }
 }
 
+#if defined(KVQ_WARP)
+KVQ_FN void kvq4_encode_warp(const float * x, block_kvq4 * y, kvq_scratch * scratch) {
+    const uint16_t d = kvq_lloyd_search_warp<8, KVQ4_GRID_ROWS>(x, scratch, kvq4_levels, &kvq4_grid[0][0], KVQ4_UNBIASED);
+    y->qs[kvq_lane()] = d == 0 ? 0 : kvq_nibble_byte(scratch->codes, kvq_lane());
+    y->d = d;
+}
+#endif
+
 KVQ_FN int8_t kvq4_level(const block_kvq4 * b, int i) {
     return kvq4_levels[kvq_nibble(b->qs, i)];
 }

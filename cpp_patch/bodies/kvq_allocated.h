@@ -157,6 +157,18 @@ KVQ_FN_CONST void kvq_allocated_sums(const int16_t * mag, const kvq_allocation *
 
 #endif
 
+// 32 / 32767: the block counts amax as 32767 and a level as 2^-5 of the scale
+KVQ_FN uint16_t kvq_allocated_scale(float amax, float s, float c) {
+    return kvq_scale_to_f16(KVQ_MUL(KVQ_DIV(s, c), KVQ_MUL(amax, 32.0f / 32767.0f)));
+}
+
+// The bits beyond the second of a column, which is one value of each quarter.
+KVQ_FN_CONST uint8_t kvq_column_byte(const uint8_t * code, const kvq_allocation * a, int column) {
+    const uint8_t * c = code + column;
+    return (uint8_t) ((c[0] >> 2) | (c[16] >> 2) << kvq_high_shift(a, 1) | (c[32] >> 2) << kvq_high_shift(a, 2) |
+                      (c[48] >> 2) << kvq_high_shift(a, 3));
+}
+
 // Returns the scale as f16 bits, 0 for the zero block, whose codes need not be written; n_high: bytes of qh, 8 or 16.
 KVQ_FN_CONST uint16_t kvq_allocated_encode(const float * x, const kvq_allocation * a, uint8_t * qs, uint8_t * qh, int n_high) {
     const float amax = kvq_amax(x, 4 * KVQ_QUARTER);
@@ -179,7 +191,7 @@ KVQ_FN_CONST uint16_t kvq_allocated_encode(const float * x, const kvq_allocation
         uint32_t s;
         int32_t  c;
         kvq_allocated_sums(mag, a, &tables, a->grid + j * row, &s, &c);
-        const float score = KVQ_DIV(KVQ_MUL((float) s, (float) s), (float) c);
+        const float score = kvq_score((float) s, (float) c);
         if (score > best) {
             best   = score;
             winner = j;
@@ -188,8 +200,7 @@ KVQ_FN_CONST uint16_t kvq_allocated_encode(const float * x, const kvq_allocation
         }
     }
 
-    // 32 / 32767: the block counts amax as 32767 and a level as 2^-5 of the scale
-    const uint16_t d = kvq_scale_to_f16(KVQ_MUL(KVQ_DIV(best_s, best_c), KVQ_MUL(amax, 32.0f / 32767.0f)));
+    const uint16_t d = kvq_allocated_scale(amax, best_s, best_c);
     uint8_t code[4 * KVQ_QUARTER];
     KVQ_UNROLL
     for (int q = 0; q < 4; ++q) {
@@ -206,19 +217,63 @@ KVQ_FN_CONST uint16_t kvq_allocated_encode(const float * x, const kvq_allocation
             code[KVQ_QUARTER * q + i] = (uint8_t) (index[i] + sign);
         }
     }
-    // a column is one value of each quarter
     uint8_t high[KVQ_QUARTER];
     for (int i = 0; i < KVQ_QUARTER; ++i) {
-        const uint8_t * c = code + i;
-        qs[i]   = (uint8_t) ((c[0] & 3) | (c[16] & 3) << 2 | (c[32] & 3) << 4 | (c[48] & 3) << 6);
-        high[i] = (uint8_t) ((c[0] >> 2) | (c[16] >> 2) << kvq_high_shift(a, 1) | (c[32] >> 2) << kvq_high_shift(a, 2) |
-                             (c[48] >> 2) << kvq_high_shift(a, 3));
+        qs[i]   = kvq_crumb_byte(code, i);
+        high[i] = kvq_column_byte(code, a, i);
     }
     for (int i = 0; i < n_high; ++i) {
         qh[i] = n_high == KVQ_QUARTER ? high[i] : (uint8_t) (high[i] | high[i + KVQ_QUARTER / 2] << 4);
     }
     return d;
 }
+
+#if defined(KVQ_WARP)
+
+// kvq_allocated_encode by a warp: each lane tries candidates. Writes qs and qh whole, zeros for the zero block.
+static __device__ __forceinline__ uint16_t kvq_allocated_encode_warp(const float * x, kvq_scratch * scratch, const kvq_allocation * a,
+                                                                     uint8_t * qs, uint8_t * qh, int n_high) {
+    const int lane = kvq_lane();
+    const kvq_normalised_warp part = kvq_normalise_warp(x, scratch);
+    uint16_t d = 0;
+    if (part.amax != 0.0f) {
+        const kvq_allocated_tables tables = kvq_make_tables(a);
+        const int row = kvq_first_threshold(a, 3);
+        kvq_candidate best = kvq_no_candidate();
+        for (int j = lane; j < a->n_grid; j += KVQ_LANES) {
+            uint32_t s;
+            int32_t  c;
+            kvq_allocated_sums(scratch->mag, a, &tables, a->grid + j * row, &s, &c);
+            kvq_consider(&best, kvq_score((float) s, (float) c), j, s, c);
+        }
+        best = kvq_best_warp(best);
+        d = kvq_allocated_scale(part.amax, (float) best.s, (float) best.c);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int       q = (lane + h * KVQ_LANES) / KVQ_QUARTER;
+            const int16_t * t = a->grid + best.index * row + kvq_first_threshold(a, kvq_part(q));
+            int code = part.negative[h] ? kvq_half(a, q) : 0;
+            for (int k = 0; k < kvq_half(a, q) - 1; ++k) {
+                code += part.mag[h] > t[k];
+            }
+            scratch->codes[lane + h * KVQ_LANES] = (uint8_t) code;
+        }
+    }
+    KVQ_SYNC();
+    if (lane < KVQ_QUARTER) {
+        qs[lane] = d == 0 ? 0 : kvq_crumb_byte(scratch->codes, lane);
+    } else if (lane < KVQ_QUARTER + n_high) {
+        const int i = lane - KVQ_QUARTER;
+        uint8_t high = kvq_column_byte(scratch->codes, a, i);
+        if (n_high != KVQ_QUARTER) {
+            high = (uint8_t) (high | kvq_column_byte(scratch->codes, a, i + KVQ_QUARTER / 2) << 4);
+        }
+        qh[i] = d == 0 ? 0 : high;
+    }
+    return d;
+}
+
+#endif
 
 KVQ_FN_CONST int8_t kvq_allocated_level(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int i) {
     const int q      = i / KVQ_QUARTER;

@@ -32,10 +32,14 @@ typedef struct {
     uint8_t first[KVQ_E8_GROUPS];
 } kvq_e8_choice;
 
+KVQ_FN int16_t kvq_e8_scale(int32_t xi, int32_t step) {
+    return (int16_t) ((xi * step + 32768) >> 16);
+}
+
 // y: in the order of the lanes, value i of row r at i * lanes + r.
 KVQ_FN void kvq_e8_scaled(const int32_t * xi, int32_t step, int16_t * y) {
     for (int i = 0; i < KVQ_E8_BLOCK; ++i) {
-        y[i] = (int16_t) ((xi[i] * step + 32768) >> 16);
+        y[i] = kvq_e8_scale(xi[i], step);
     }
 }
 
@@ -57,6 +61,47 @@ KVQ_FN int kvq_e8_class_parity(const kvq_e8_book * book, int dim, int k) {
             ORDER(2, 4); ORDER(3, 5); ORDER(1, 2); ORDER(3, 4); ORDER(5, 6);            \
         }                                                                               \
     } while (0)
+
+// Keys |z| * 8 + position of a row, sorted downwards.
+KVQ_FN_CONST void kvq_e8_order(int * key, int dim) {
+#define KVQ_E8_ORDER(i, j)                            \
+    do {                                              \
+        const int a = key[i];                         \
+        const int b = key[j];                         \
+        key[i] = a > b ? a : b;                       \
+        key[j] = a > b ? b : a;                       \
+    } while (0)
+    KVQ_E8_SORT(dim, KVQ_E8_ORDER);
+#undef KVQ_E8_ORDER
+}
+
+// The most that a class gains, and which, of the sorted keys of a row: for either parity relative to the natural signs.
+KVQ_FN_CONST void kvq_e8_gains(const int * key, const kvq_e8_book * book, int dim, int32_t * most, int32_t * pick) {
+    int mag[8];
+    for (int i = 0; i < dim; ++i) {
+        mag[i] = key[i] >> 3;
+    }
+    most[0] = INT32_MIN;
+    most[1] = INT32_MIN;
+    KVQ_UNROLL
+    for (int k = 0; k < book->n_classes; ++k) {
+        const int8_t * level   = book->classes + k * dim;
+        int32_t        natural = -book->norms[k];
+        for (int i = 0; i < dim; ++i) {
+            natural += 2 * mag[i] * level[i];
+        }
+        const int32_t flipped = natural - 4 * mag[dim - 1] * level[dim - 1];
+        const int     parity  = kvq_e8_class_parity(book, dim, k);
+        if (natural > most[parity]) {
+            most[parity] = natural;
+            pick[parity] = 2 * k;
+        }
+        if (flipped > most[1 - parity]) {
+            most[1 - parity] = flipped;
+            pick[1 - parity] = 2 * k + 1;
+        }
+    }
+}
 
 // For one direction: sorted keys, parity and squares of every row, and for either parity relative to the natural signs
 // the most that a class gains, and which. `square` and `gain` are in 1/64 and 1/8 of a squared level.
@@ -147,42 +192,17 @@ KVQ_FN_CONST void kvq_e8_match(const int16_t * y, const kvq_e8_book * book, int 
         }
         choice->odd[d][r] = (int16_t) odd;
         square[r]         = sum;
-
-#    define KVQ_E8_ORDER(i, j)                            \
-        do {                                              \
-            const int a = key[i];                         \
-            const int b = key[j];                         \
-            key[i] = a > b ? a : b;                       \
-            key[j] = a > b ? b : a;                       \
-        } while (0)
-        KVQ_E8_SORT(dim, KVQ_E8_ORDER);
-#    undef KVQ_E8_ORDER
-
+        kvq_e8_order(key, dim);
         for (int i = 0; i < dim; ++i) {
             choice->key[d][i * lanes + r] = (int16_t) key[i];
-            key[i] >>= 3;
         }
-        int32_t most[2] = { INT32_MIN, INT32_MIN };
-        KVQ_UNROLL
-        for (int k = 0; k < book->n_classes; ++k) {
-            const int8_t * level   = book->classes + k * dim;
-            int32_t        natural = -book->norms[k];
-            for (int i = 0; i < dim; ++i) {
-                natural += 2 * key[i] * level[i];
-            }
-            const int32_t flipped = natural - 4 * key[dim - 1] * level[dim - 1];
-            const int     parity  = kvq_e8_class_parity(book, dim, k);
-            if (natural > most[parity]) {
-                most[parity] = natural;
-                choice->pick[d][parity][r] = 2 * k;
-            }
-            if (flipped > most[1 - parity]) {
-                most[1 - parity] = flipped;
-                choice->pick[d][1 - parity][r] = 2 * k + 1;
-            }
+        int32_t most[2];
+        int32_t pick[2];
+        kvq_e8_gains(key, book, dim, most, pick);
+        for (int p = 0; p < 2; ++p) {
+            choice->pick[d][p][r] = pick[p];
+            gain[p][r]            = most[p];
         }
-        gain[0][r] = most[0];
-        gain[1][r] = most[1];
     }
 }
 
@@ -224,6 +244,44 @@ KVQ_FN_CONST int32_t kvq_e8_quantize(const int16_t * y, const kvq_e8_book * book
     return total;
 }
 
+// Which candidate the search begins with, by the block's energy.
+KVQ_FN int kvq_e8_start(const kvq_e8_book * book, int64_t square) {
+    int first = 0;
+    for (int k = 0; k < book->n_scales - 1; ++k) {
+        first += (square >> 6) > book->start[k];
+    }
+    return first;
+}
+
+// The word of row r: returns its row of the table, adds its signs, s and c. key: sorted, every `stride` places; xi and y (at the candidate
+// scale): of the block, in the order of the lanes; shift: up or down.
+KVQ_FN_CONST uint8_t kvq_e8_word(const int16_t * key, int stride, const int32_t * xi, const int16_t * y, const kvq_e8_book * book, int dim,
+                                 int r, int pick, int shift, uint8_t * signs, int32_t * s, int32_t * c) {
+    const int lanes = KVQ_E8_BLOCK / dim;
+    int index = 0;
+    for (int rank = 0; rank < dim; ++rank) {
+        const int at = key[rank * stride] & 7;
+        int power = 1;
+        for (int i = 0; i < at; ++i) {
+            power *= book->base;
+        }
+        index += book->digits[(pick >> 1) * dim + rank] * power;
+        const int flip     = rank == dim - 1 ? pick & 1 : 0;
+        const int negative = (y[at * lanes + r] < KVQ_E8_FINE * shift) ^ flip;
+        const int mag      = book->classes[(pick >> 1) * dim + rank];
+        const int level    = (negative ? -mag : mag) + shift;
+        *signs = (uint8_t) (*signs | negative << ((r * dim + at) & 7));
+        *s += xi[at * lanes + r] * level;
+        *c += level * level;
+    }
+    return book->row_of[index];
+}
+
+// 16 / 32767: the block counts amax as 32767 and a level as 2^-4 of the scale
+KVQ_FN uint16_t kvq_e8_f16_scale(const kvq_e8_book * book, float amax, int64_t square, int32_t s, int32_t c) {
+    return kvq_scale_to_f16(KVQ_MUL(kvq_scale_ratio(square, s, c, book->unbiased), KVQ_MUL(amax, 16.0f / 32767.0f)));
+}
+
 // Rows and signs of a block. Returns the scale as f16 bits, 0 for the zero block.
 KVQ_FN_CONST uint16_t kvq_e8_encode(const float * x, const kvq_e8_book * book, int dim, uint8_t * rows, uint8_t * signs) {
     const int   lanes = KVQ_E8_BLOCK / dim;
@@ -241,10 +299,7 @@ KVQ_FN_CONST uint16_t kvq_e8_encode(const float * x, const kvq_e8_book * book, i
             square += (int64_t) mag * mag;
         }
     }
-    int first = 0;
-    for (int k = 0; k < book->n_scales - 1; ++k) {
-        first += (square >> 6) > book->start[k];
-    }
+    const int first = kvq_e8_start(book, square);
 
     int16_t       y[KVQ_E8_BLOCK];
     kvq_e8_choice choices[2];
@@ -289,29 +344,147 @@ KVQ_FN_CONST uint16_t kvq_e8_encode(const float * x, const kvq_e8_book * book, i
         if (dim == 4 && (r & 1)) {
             parity ^= d ^ choice->odd[d][r - 1] ^ choice->odd[d][r];
         }
-        const int pick = choice->pick[d][parity][r];
-        int index = 0;
-        for (int rank = 0; rank < dim; ++rank) {
-            const int at = choice->key[d][rank * lanes + r] & 7;
-            int power = 1;
-            for (int i = 0; i < at; ++i) {
-                power *= book->base;
-            }
-            index += book->digits[(pick >> 1) * dim + rank] * power;
-            const int flip     = rank == dim - 1 ? pick & 1 : 0;
-            const int negative = (y[at * lanes + r] < KVQ_E8_FINE * shift) ^ flip;
-            const int mag      = book->classes[(pick >> 1) * dim + rank];
-            const int level    = (negative ? -mag : mag) + shift;
-            signs[g] = (uint8_t) (signs[g] | negative << ((r * dim + at) & 7));
-            s += xi[at * lanes + r] * level;
-            c += level * level;
-        }
-        rows[r] = book->row_of[index];
+        rows[r] = kvq_e8_word(choice->key[d] + r, lanes, xi, y, book, dim, r, choice->pick[d][parity][r], shift,
+                              signs + g, &s, &c);
     }
-    // 16 / 32767: the block counts amax as 32767 and a level as 2^-4 of the scale
-    const float unit = KVQ_MUL(amax, 16.0f / 32767.0f);
-    return kvq_scale_to_f16(KVQ_MUL(kvq_scale_ratio(square, s, c, book->unbiased), unit));
+    return kvq_e8_f16_scale(book, amax, square, s, c);
 }
+
+#if defined(KVQ_WARP)
+
+// What a lane knows of its row in its direction at one candidate scale.
+typedef struct {
+    int16_t key[8];
+    int     pick;
+    bool    taken; // whether the group moves in this lane's direction
+} kvq_e8_lane;
+
+// A candidate scale by a warp: a lane has row r and direction d; where a block has 8 rows, half of the lanes repeat the others.
+// Returns the sum of squared errors, in 1/64 of a squared level.
+template <int dim>
+static __device__ __forceinline__ int32_t kvq_e8_try_warp(const int32_t * xi, int32_t step, const kvq_e8_book * book, kvq_e8_lane * lane) {
+    constexpr int lanes = KVQ_E8_BLOCK / dim;
+    const int r = kvq_lane() % lanes;
+    const int d = kvq_lane() / lanes % 2;
+    const int shift = (d ? -KVQ_E8_FINE : KVQ_E8_FINE) * book->shift;
+    int     key[dim];
+    int     odd = 0;
+    int32_t square = 0;
+#pragma unroll
+    for (int i = 0; i < dim; ++i) {
+        const int z = kvq_e8_scale(xi[i * lanes + r], step) - shift;
+        odd ^= z < 0;
+        square += z * z;
+        key[i] = (z < 0 ? -z : z) * 8 + i;
+    }
+    kvq_e8_order(key, dim);
+#pragma unroll
+    for (int i = 0; i < dim; ++i) {
+        lane->key[i] = (int16_t) key[i];
+    }
+    int32_t most[2];
+    int32_t pick[2];
+    kvq_e8_gains(key, book, dim, most, pick);
+
+    int     first;
+    int32_t error;
+    if (dim == 8) {
+        first = d ^ odd;
+        error = square - 8 * most[first];
+    } else { // the two rows of a group sit side by side; each finds the group's choice as its first row sees it
+        const bool    second = r & 1;
+        const int32_t other_square = KVQ_SHUFFLE(square, 1);
+        const int32_t other_most0  = KVQ_SHUFFLE(most[0], 1);
+        const int32_t other_most1  = KVQ_SHUFFLE(most[1], 1);
+        const int     both = d ^ odd ^ KVQ_SHUFFLE(odd, 1);
+        const int32_t head[2] = { second ? other_most0 : most[0], second ? other_most1 : most[1] };
+        const int32_t tail[2] = { second ? most[0] : other_most0, second ? most[1] : other_most1 };
+        const int32_t even0 = head[0] + (both ? tail[1] : tail[0]);
+        const int32_t even1 = head[1] + (both ? tail[0] : tail[1]);
+        first = even1 > even0;
+        error = square + other_square - 8 * (first ? even1 : even0);
+        first = second ? first ^ both : first;
+    }
+    const int32_t opposite = KVQ_SHUFFLE(error, lanes);
+    lane->taken = d ? error < opposite : !(opposite < error);
+    lane->pick  = pick[first];
+    // each group counts once: by the lane whose direction it takes, and its first row
+    const bool counts = lane->taken && kvq_lane() < 2 * lanes && (dim == 8 || !(r & 1));
+    return kvq_sum_warp(counts ? error : 0);
+}
+
+// kvq_e8_encode by a warp. Writes rows and signs whole, zeros for the zero block.
+template <int dim>
+static __device__ __forceinline__ uint16_t kvq_e8_encode_warp(const float * x, kvq_scratch * scratch, const kvq_e8_book * book,
+                                                              uint8_t * rows, uint8_t * signs) {
+    constexpr int lanes = KVQ_E8_BLOCK / dim;
+    const int r = kvq_lane() % lanes;
+    const int d = kvq_lane() / lanes % 2;
+    const kvq_normalised_warp part = kvq_normalise_warp(x, scratch);
+    uint16_t scale = 0;
+    uint8_t  row   = 0;
+    uint8_t  sign  = 0;
+    bool     taken = true;
+    if (part.amax != 0.0f) {
+        const int64_t square = kvq_sum_warp((int64_t) part.mag[0] * part.mag[0] + (int64_t) part.mag[1] * part.mag[1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int at = kvq_lane() + h * KVQ_LANES;
+            scratch->xi[at % dim * lanes + at / dim] = part.negative[h] ? -part.mag[h] : part.mag[h];
+        }
+        KVQ_SYNC();
+
+        const int   first     = kvq_e8_start(book, square);
+        float       best      = 0.0f;
+        int         winner    = -1;
+        int         direction = 1;
+        kvq_e8_lane kept      = {};
+        for (int j = first; j >= 0;) { // the same way in all lanes
+            bool better = false;
+            if (j < book->n_scales) {
+                kvq_e8_lane tried;
+                const float score = KVQ_MUL((float) kvq_e8_try_warp<dim>(scratch->xi, book->step[j], book, &tried), (float) book->weight[j]);
+                better = winner < 0 || score < best;
+                if (better) {
+                    best   = score;
+                    winner = j;
+                    kept   = tried;
+                }
+            }
+            if (better) {
+                j += direction;
+            } else if (direction == 1 && winner == first) {
+                direction = -1;
+                j = first - 1;
+            } else {
+                break;
+            }
+        }
+
+        for (int h = 0; h < 2; ++h) {
+            const int at = kvq_lane() + h * KVQ_LANES;
+            scratch->mag[at] = kvq_e8_scale(scratch->xi[at], book->step[winner]);
+        }
+        KVQ_SYNC();
+        int32_t s = 0;
+        int32_t c = 0;
+        taken = kept.taken && kvq_lane() < 2 * lanes;
+        row   = kvq_e8_word(kept.key, 1, scratch->xi, scratch->mag, book, dim, r, kept.pick, d ? -book->shift : book->shift, &sign, &s, &c);
+        s     = kvq_sum_warp(taken ? s : 0);
+        c     = kvq_sum_warp(taken ? c : 0);
+        scale = kvq_e8_f16_scale(book, part.amax, square, s, c);
+    }
+    if (dim == 4) {
+        sign = (uint8_t) (sign | KVQ_SHUFFLE((int) sign, 1));
+    }
+    if (taken) {
+        rows[r]            = scale == 0 ? 0 : row;
+        signs[r * dim / 8] = scale == 0 ? 0 : sign;
+    }
+    return scale;
+}
+
+#endif
 
 // Level of value i. Bit 7 of a row's magnitudes says that the row is odd.
 KVQ_FN_CONST int8_t kvq_e8_level(const uint8_t * row_bytes, const uint8_t * signs, const int8_t * rows, int dim, int shift, int i) {

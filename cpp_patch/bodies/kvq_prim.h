@@ -22,7 +22,7 @@
 #endif
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
-#    define KVQ_FN    static __host__ __device__ __forceinline__
+#    define KVQ_FN    static __device__ __forceinline__ // not for the host, which cannot read the tables
 #    define KVQ_TABLE static __device__ const
 #else
 #    define KVQ_FN    static inline
@@ -104,14 +104,19 @@ KVQ_FN int32_t kvq_rint(float value) {
     return (int32_t) (kvq_bits(KVQ_ADD(value, 12582912.0f)) & 0x7FFFFFu) - 0x400000;
 }
 
-// Largest magnitude of a block, or 0 if every scale would round to zero.
+// Largest magnitude of a block from its bits, or 0 if every scale would round to zero.
+KVQ_FN float kvq_amax_of(int32_t bits) {
+    return bits < (int32_t) KVQ_F32_AMAX_ZERO ? 0.0f : kvq_float((uint32_t) bits);
+}
+
+// The same from the values.
 KVQ_FN float kvq_amax(const float * x, int n) {
     int32_t amax = 0;
     for (int i = 0; i < n; ++i) {
         const int32_t mag = (int32_t) kvq_magnitude(x[i]);
         amax = mag > amax ? mag : amax;
     }
-    return amax < (int32_t) KVQ_F32_AMAX_ZERO ? 0.0f : kvq_float((uint32_t) amax);
+    return kvq_amax_of(amax);
 }
 
 // |x| in units of amax / 32767.
@@ -122,6 +127,11 @@ KVQ_FN int32_t kvq_normalised(float x, float inverse) {
 // A value that normalises to zero counts as non-negative, whatever its sign bit.
 KVQ_FN bool kvq_is_negative(float x, int32_t normalised) {
     return normalised != 0 && (kvq_bits(x) >> 31) != 0;
+}
+
+// What a candidate scale is worth: (sum xi level)^2 / sum level^2.
+KVQ_FN float kvq_score(float s, float c) {
+    return KVQ_DIV(KVQ_MUL(s, s), c);
 }
 
 // Scale of a block in units of amax and levels: square = sum xi^2 (36 bits), s = sum xi level, c = sum level^2.

@@ -15,6 +15,13 @@ KVQ_FN void kvt4_encode(const float * x, block_kvt4 * y) {
     }
 }
 
+#if defined(KVQ_WARP)
+KVQ_FN void kvt4_encode_warp(const float * x, block_kvt4 * y, kvq_scratch * scratch) {
+    const kvq_allocation allocation = KVT4_ALLOCATION;
+    y->d = kvq_allocated_encode_warp(x, scratch, &allocation, y->qs, y->qh, (int) sizeof(y->qh));
+}
+#endif
+
 KVQ_FN int8_t kvt4_level(const block_kvt4 * b, int i) {
     const kvq_allocation allocation = KVT4_ALLOCATION;
     return kvq_allocated_level(b->qs, b->qh, (int) sizeof(b->qh), &allocation, i);

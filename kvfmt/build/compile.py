@@ -12,7 +12,9 @@ from collections import deque
 from pathlib import Path
 
 from kvfmt.build import console
+from kvfmt.build.cuda import CudaBuild, measured
 from kvfmt.build.fetch import require_space
+from kvfmt.build.flags import FLAGS
 from kvfmt.build.paths import build_dir
 from kvfmt.build.pins import Pin
 from kvfmt.errors import BuildFailed, MissingTool
@@ -29,24 +31,14 @@ TOOLS = (
 TESTS = ("test-quantize-fns", "test-backend-ops", "test-gguf", "test-save-load-state")
 LIBRARIES = ("llama", "mtmd", "ggml", "ggml-base", "ggml-cpu", "ggml-rpc")
 
-FLAGS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DBUILD_SHARED_LIBS=ON",
-    # One file per library, found beside whatever loads it: the same files then serve the tools and the wheel.
-    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
-    f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
-    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
-    "-DLLAMA_BUILD_TESTS=ON",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_UI=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DGGML_RPC=ON",
-)
+#: The library that a CUDA build has beside those.
+CUDA_LIBRARY = "ggml-cuda"
 
 # About 0.5 GB for both trees, objects and programs, measured; the rest is room for the compilers and for growth.
 FIRST_BUILD_BYTES = 2_000_000_000
 REBUILD_BYTES = 500_000_000
+#: Of a CUDA build, for each architecture: 165 objects of 0.4 to 1.1 MB and the library, with room; not measured as a whole.
+CUDA_BYTES = 500_000_000
 STAMP = ".kvfmt-configured.json"
 
 _STATUS = re.compile(r"^\[(\d+)/(\d+)\] ")
@@ -82,18 +74,25 @@ def _answers(compiler: str) -> bool:
         return False
 
 
-def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None) -> Path:
+def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None, cuda: CudaBuild | None = None) -> Path:
     """Configures if need be, compiles the targets, returns the folder with programs and libraries.
 
-    An interrupted compilation goes on where it was. Raises MissingTool, NoSpace, BuildFailed.
+    A CUDA build has a folder of its own. An interrupted compilation goes on where it was.
+    Raises MissingTool, NoSpace, BuildFailed.
     """
     home = build_dir(pin.name)
-    folder = home / "cmake-cpu"
+    folder = home / ("cmake-cuda" if cuda else "cmake-cpu")
     check_compilers()
     first = not (folder / "bin").exists()
-    require_space(home, FIRST_BUILD_BYTES if first else REBUILD_BYTES, "Compiling llama.cpp")
-    _configure(home / "src" / "vendor" / "llama.cpp", folder)
+    needed = FIRST_BUILD_BYTES if first else REBUILD_BYTES
+    if first and cuda:
+        needed += CUDA_BYTES * len(cuda.architectures.split(";"))
+    require_space(home, needed, "Compiling llama.cpp")
+    _configure(home / "src" / "vendor" / "llama.cpp", folder, cuda.flags if cuda else ())
     _ninja(folder, targets, jobs)
+    if cuda:
+        for line in measured(folder).lines():
+            console.step(line)
     return folder / "bin"
 
 
@@ -105,8 +104,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return {"CCACHE_BASEDIR": str(folder.parent), **os.environ, **chosen}
 
 
-def _configure(source: Path, folder: Path) -> None:
-    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *FLAGS]
+def _configure(source: Path, folder: Path, more: tuple[str, ...] = ()) -> None:
+    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *FLAGS, *more]
     command.append(f"-DCMAKE_MAKE_PROGRAM={program('ninja')}")
     wanted = json.dumps({"command": command, "cc": os.environ.get("CC"), "cxx": os.environ.get("CXX")})
     stamp = folder / STAMP

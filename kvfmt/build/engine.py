@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvfmt.build import console
-from kvfmt.build.compile import LIBRARIES, TESTS, TOOLS, build_tools, check_compilers
+from kvfmt.build.compile import CUDA_LIBRARY, LIBRARIES, TESTS, TOOLS, build_tools, check_compilers
+from kvfmt.build.cuda import choose
 from kvfmt.build.lock import locked
 from kvfmt.build.paths import build_dir
 from kvfmt.build.pins import get_pin
@@ -18,20 +19,25 @@ def run_build(
     tools_only: bool = False,
     jobs: int | None = None,
     discard_edits: bool = False,
+    cuda: bool = False,
+    cuda_arch: str | None = None,
 ) -> None:
     """Fetches, patches, compiles, packs and installs; each step only if what it depends on changed.
 
-    With `targets`, or `tools_only`, no wheel is made. Raises a KvfmtError that says what to do.
+    With `targets`, or `tools_only`, no wheel is made. `cuda` adds the backend for NVIDIA GPUs, for the architectures
+    `cuda_arch` (see cuda.choose). Raises a KvfmtError that says what to do.
     """
     pin = get_pin(pin_name)
     check_compilers()  # before anything is downloaded
+    gpu = choose(cuda_arch) if cuda or cuda_arch else None
+    libraries = (*LIBRARIES, CUDA_LIBRARY) if gpu else LIBRARIES
     with locked(build_dir(pin.name)):
         series_hash = sync_src(pin, discard_edits=discard_edits)
-        wanted = targets or (TOOLS if tools_only else TOOLS + TESTS + LIBRARIES)
-        binaries = build_tools(pin, wanted, jobs=jobs)
+        wanted = targets or (TOOLS if tools_only else TOOLS + TESTS + libraries)
+        binaries = build_tools(pin, wanted, jobs=jobs, cuda=gpu)
         if not targets and not tools_only:
             from cpp_patch.apply import load_all
 
-            version = wheel_version(pin, series_hash, patched=bool(load_all(pin)))
-            install_wheel(build_wheel(pin, binaries, version), version)
+            version = wheel_version(pin, series_hash, patched=bool(load_all(pin)), cuda=gpu is not None)
+            install_wheel(build_wheel(pin, binaries, version, libraries), version)
     console.step(f"tools: {binaries}")

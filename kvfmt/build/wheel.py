@@ -24,20 +24,21 @@ from kvfmt.errors import BuildFailed
 PROJECT_FILES = ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE.md")
 
 
-def wheel_version(pin: Pin, series_hash: str, patched: bool) -> str:
-    """The version with its local part: kvfmt.<series>.h<hash>, or kvfmt.stock without patches."""
-    return f"{pin.version}+kvfmt.{pin.series}.h{series_hash[:8]}" if patched else f"{pin.version}+kvfmt.stock"
+def wheel_version(pin: Pin, series_hash: str, patched: bool, cuda: bool = False) -> str:
+    """The version with its local part: kvfmt.<series>.h<hash>, or kvfmt.stock without patches; then .cuda if that is in it."""
+    own = f"kvfmt.{pin.series}.h{series_hash[:8]}" if patched else "kvfmt.stock"
+    return f"{pin.version}+{own}{'.cuda' if cuda else ''}"
 
 
-def build_wheel(pin: Pin, libraries: Path, version: str) -> Path:
-    """The wheel of that version around the libraries in that folder; made only if anything in it changed.
+def build_wheel(pin: Pin, libraries: Path, version: str, names: tuple[str, ...] = LIBRARIES) -> Path:
+    """The wheel of that version around the libraries of those names in that folder; made only if anything in it changed.
 
     Raises BuildFailed.
     """
     home = build_dir(pin.name)
     source = home / "src"
     inputs = [p for p in sorted((source / "llama_cpp").rglob("*")) if p.is_file() and p.suffix != ".pyc"]
-    inputs += [source / name for name in PROJECT_FILES] + [_library(libraries, name) for name in LIBRARIES]
+    inputs += [source / name for name in PROJECT_FILES] + [_library(libraries, name) for name in names]
     digest = hashlib.sha256(version.encode())
     for file in inputs:
         digest.update(f"{file.name} {sha256_of(file)}\n".encode())
@@ -51,7 +52,7 @@ def build_wheel(pin: Pin, libraries: Path, version: str) -> Path:
     for name in PROJECT_FILES:
         shutil.copy2(source / name, work / name)
     (work / "llama_cpp" / "lib").mkdir()
-    for name in LIBRARIES:
+    for name in names:
         shutil.copy2(_library(libraries, name).resolve(), work / "llama_cpp" / "lib" / _library(libraries, name).name)
     init = work / "llama_cpp" / "__init__.py"
     text, count = re.subn(r'(?m)^__version__ = ".*"$', f'__version__ = "{version}"', init.read_text("utf-8"))

@@ -1,0 +1,138 @@
+"""A build for NVIDIA GPUs: which nvcc, which architectures, and what our kernels cost in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfmt.build.nvcc import OLDEST, installed, release
+from kvfmt.errors import KvfmtError, MissingTool
+
+#: The parts of object paths that are the backend's, and those that are ours among them.
+_CUDA_OBJECT = re.compile(r"ggml-cuda\.dir/.*\.cu\.o$")
+_OUR_OBJECT = re.compile(r"/kvq[^/]*\.cu\.o$")
+
+_ARCHITECTURE = re.compile(r"(\d{2,3})([af]?)(-real|-virtual)?")
+_EXAMPLES = "80 (A100), 86 (RTX 30), 89 (RTX 40, L40S), 90 (H100, H200), 100 (B200), 120 (RTX 50)"
+
+
+@dataclass(frozen=True)
+class CudaBuild:
+    """What CMake is told: the compiler and its list of architectures, separated by semicolons."""
+
+    nvcc: str
+    architectures: str
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (
+            "-DGGML_CUDA=ON",
+            f"-DCMAKE_CUDA_COMPILER={self.nvcc}",
+            f"-DCMAKE_CUDA_ARCHITECTURES={self.architectures}",
+            # Only of use with several GPUs, and found or not by chance.
+            "-DGGML_CUDA_NCCL=OFF",
+        )
+
+
+def find_nvcc() -> str:
+    """The path of an installed toolkit's nvcc: the packaged one has no cuBLAS to link with. Raises MissingTool."""
+    own = os.environ.get("CUDACXX")
+    if own and not (shutil.which(own) and release(Path(own))):
+        raise MissingTool(f"CUDACXX={own} does not run", "Set it to the nvcc of a CUDA toolkit, or unset it.")
+    found = installed()
+    if not found:
+        raise MissingTool(
+            f"no CUDA toolkit of version {OLDEST} or later is installed: there is no nvcc",
+            "Install one, with cuBLAS, or set CUDACXX to its nvcc if it is at an unusual place. "
+            "Without a GPU in mind, `kvfmt build` alone is enough.",
+        )
+    return str(found)
+
+
+def gpu_architectures() -> list[str]:
+    """Compute capabilities of the GPUs that the driver sees, such as "90"; empty without one."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    except OSError:
+        return []
+    found = re.findall(r"^(\d+)\.(\d+)\s*$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
+    return sorted({major + minor for major, minor in found}, key=int)
+
+
+def known_architectures(nvcc: str) -> list[str]:
+    """What this nvcc compiles for; empty if it does not say."""
+    done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False)
+    return sorted(set(re.findall(r"compute_(\d+)\b", done.stdout)), key=int)
+
+
+def choose(asked: str | None) -> CudaBuild:
+    """The build for ``asked`` ("80;86;90", also with commas; "native"), or without it for the GPUs of this machine.
+
+    Raises MissingTool without nvcc, KvfmtError if there is no GPU to go by, if an entry is no architecture, or if nvcc does not
+    know it.
+    """
+    nvcc = find_nvcc()
+    wanted = [part.strip() for part in re.split(r"[;,]", asked or "native") if part.strip()]
+    if wanted == ["native"]:
+        wanted = gpu_architectures()
+        if not wanted:
+            raise KvfmtError(
+                "no NVIDIA GPU is seen here, so there is nothing that \"native\" could mean",
+                f"Name what the build is for: --cuda-arch {_EXAMPLES}; several: --cuda-arch '80;90'.",
+            )
+    known = known_architectures(nvcc)
+    for entry in wanted:
+        match = _ARCHITECTURE.fullmatch(entry)
+        if not match:
+            raise KvfmtError(f"--cuda-arch: {entry!r} is no CUDA architecture", f"Numbers, separated by semicolons: {_EXAMPLES}.")
+        if known and match[1] not in known:
+            raise KvfmtError(f"--cuda-arch: {nvcc} does not compile for {entry}", f"It knows {', '.join(known)}.")
+    return CudaBuild(nvcc, ";".join(wanted))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Files, seconds of compiler time and bytes of some object files."""
+
+    files: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CudaCost:
+    """What the CUDA backend cost to compile, and our files' part of it; the library's size in bytes, 0 if there is none."""
+
+    all: Share
+    ours: Share
+    library: int
+
+    def lines(self) -> list[str]:
+        """What `kvfmt build --cuda` prints: with our kernels, without them, and the difference."""
+        rest = Share(self.all.files - self.ours.files, self.all.seconds - self.ours.seconds, self.all.bytes - self.ours.bytes)
+        rows = [("CUDA objects", self.all), ("  without the kvq files", rest), ("  the kvq files", self.ours)]
+        lines = [f"{name:24} {s.files:4} files, {s.seconds:7.0f} s of one compiler, {s.bytes / 1e6:7.1f} MB" for name, s in rows]
+        return [*lines, f"{'libggml-cuda':24} {self.library / 1e6:.1f} MB"] if self.library else lines
+
+
+def measured(folder: Path) -> CudaCost:
+    """What ninja's log and the objects of a build folder say. An object that was compiled twice counts once, the last time."""
+    times: dict[str, float] = {}
+    for line in (folder / ".ninja_log").read_text().splitlines():
+        columns = line.split("\t")
+        if len(columns) >= 4 and _CUDA_OBJECT.search(columns[3]) and (folder / columns[3]).exists():
+            times[columns[3]] = (int(columns[1]) - int(columns[0])) / 1000
+
+    def share(names: list[str]) -> Share:
+        return Share(len(names), sum(times[n] for n in names), sum((folder / n).stat().st_size for n in names))
+
+    library = folder / "bin" / "libggml-cuda.so"
+    return CudaCost(
+        share(list(times)),
+        share([name for name in times if _OUR_OBJECT.search(name)]),
+        library.stat().st_size if library.exists() else 0,
+    )
