@@ -269,11 +269,83 @@ KVQ_FN_CONST __m256i kvq_half_levels(const uint8_t * qs, __m256i columns, const 
     return levels;
 }
 
+#endif
+
+#if defined(KVQ_AVX512)
+
+// All levels of a block, in order: a quarter in each 128-bit lane. Only the first quarter's codes are longer than four bits.
+KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
+    int shift[4];
+    int mask[4];
+    for (int q = 0; q < 4; ++q) {
+        shift[q] = kvq_high_shift(a, q);
+        mask[q]  = ((1 << (a->bits[q] - 2)) - 1) * 0x01010101;
+    }
+    const __m512i shifts  = _mm512_setr_epi32(shift[0], shift[0], shift[0], shift[0], shift[1], shift[1], shift[1], shift[1],
+                                              shift[2], shift[2], shift[2], shift[2], shift[3], shift[3], shift[3], shift[3]);
+    const __m512i masks   = _mm512_setr_epi32(mask[0], mask[0], mask[0], mask[0], mask[1], mask[1], mask[1], mask[1],
+                                              mask[2], mask[2], mask[2], mask[2], mask[3], mask[3], mask[3], mask[3]);
+    const __m512i columns = _mm512_maskz_broadcast_i32x4(KVQ_ALL16, kvq_column_bytes(qh, n_high));
+    const __m512i high    = _mm512_and_si512(_mm512_maskz_srlv_epi32(KVQ_ALL16, columns, shifts), masks);
+    const __m512i codes   = _mm512_or_si512(kvq_crumbs64(qs), _mm512_slli_epi16(high, 2));
+
+    const int     half   = kvq_half(a, 0);
+    const __m256i fine   = _mm256_blend_epi32(kvq_shuffle_table(a->levels[0], half < 16 ? 2 * half : 16),
+                                              kvq_shuffle_table(a->levels[1], 2 * kvq_half(a, 1)), 0xF0);
+    const __m256i coarse = kvq_shuffle_table(a->levels[2], 2 * kvq_half(a, 2));
+    const __m512i tables = _mm512_maskz_inserti64x4(0xFF, _mm512_castsi256_si512(fine), coarse, 1);
+    __m512i found = _mm512_shuffle_epi8(tables, codes);
+    if (half == 32) {
+        const __m512i more = _mm512_maskz_broadcast_i32x4(KVQ_ALL16, _mm_loadu_si128((const __m128i *) (a->levels[0] + 16)));
+        found = _mm512_mask_shuffle_epi8(found, _mm512_test_epi8_mask(codes, _mm512_set1_epi8(16)), more, codes);
+    }
+    if (half >= 16) {
+        const __mmask64 negative = _mm512_test_epi8_mask(codes, _mm512_set1_epi8((char) half));
+        found = _mm512_mask_sub_epi8(found, negative, _mm512_setzero_si512(), found);
+    }
+    _mm512_storeu_si512((void *) levels, found);
+}
+
+#elif defined(KVQ_AVX2)
+
 // All levels of a block, in order.
 KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
     const __m256i columns = _mm256_broadcastsi128_si256(kvq_column_bytes(qh, n_high));
     _mm256_storeu_si256((__m256i *) levels, kvq_half_levels(qs, columns, a, 0));
     _mm256_storeu_si256((__m256i *) (levels + 32), kvq_half_levels(qs, columns, a, 2));
+}
+
+#elif defined(KVQ_NEON)
+
+// The levels of codes of up to six bits.
+KVQ_FN_CONST int8x16_t kvq_look_up_levels(const int8_t * levels, int bits, uint8x16_t codes) {
+    if (bits <= 4) {
+        return vqtbl1q_s8(kvq_table16(levels, 1 << bits), codes);
+    }
+    if (bits == 5) {
+        const int8x16x2_t table = { { vld1q_s8(levels), vld1q_s8(levels + 16) } };
+        return vqtbl2q_s8(table, codes);
+    }
+    const int8x16x4_t table = { { vld1q_s8(levels), vld1q_s8(levels + 16), vld1q_s8(levels + 32), vld1q_s8(levels + 48) } };
+    return vqtbl4q_s8(table, codes);
+}
+
+// All levels of a block, in order: a quarter at a time.
+KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
+    uint8x16_t columns; // the bits of each column beyond the two lowest of its codes
+    if (n_high == KVQ_QUARTER) {
+        columns = vld1q_u8(qh);
+    } else {
+        const uint8x8_t both = vld1_u8(qh);
+        columns = vcombine_u8(vand_u8(both, vdup_n_u8(15)), vshr_n_u8(both, 4));
+    }
+    KVQ_UNROLL
+    for (int q = 0; q < 4; ++q) {
+        const uint8x16_t shifted = vshlq_u8(columns, vdupq_n_s8((int8_t) -kvq_high_shift(a, q)));
+        const uint8x16_t high    = vandq_u8(shifted, vdupq_n_u8((uint8_t) ((1 << (a->bits[q] - 2)) - 1)));
+        const uint8x16_t codes   = vorrq_u8(kvq_crumbs16(qs, q), vshlq_n_u8(high, 2));
+        vst1q_s8(levels + KVQ_QUARTER * q, kvq_look_up_levels(a->levels[kvq_part(q)], a->bits[q], codes));
+    }
 }
 
 #else
