@@ -269,45 +269,6 @@ KVQ_FN_CONST __m256i kvq_half_levels(const uint8_t * qs, __m256i columns, const 
     return levels;
 }
 
-#endif
-
-#if defined(KVQ_AVX512)
-
-// All levels of a block, in order: a quarter in each 128-bit lane. Only the first quarter's codes are longer than four bits.
-KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
-    int shift[4];
-    int mask[4];
-    for (int q = 0; q < 4; ++q) {
-        shift[q] = kvq_high_shift(a, q);
-        mask[q]  = ((1 << (a->bits[q] - 2)) - 1) * 0x01010101;
-    }
-    const __m512i shifts  = _mm512_setr_epi32(shift[0], shift[0], shift[0], shift[0], shift[1], shift[1], shift[1], shift[1],
-                                              shift[2], shift[2], shift[2], shift[2], shift[3], shift[3], shift[3], shift[3]);
-    const __m512i masks   = _mm512_setr_epi32(mask[0], mask[0], mask[0], mask[0], mask[1], mask[1], mask[1], mask[1],
-                                              mask[2], mask[2], mask[2], mask[2], mask[3], mask[3], mask[3], mask[3]);
-    const __m512i columns = _mm512_maskz_broadcast_i32x4(KVQ_ALL16, kvq_column_bytes(qh, n_high));
-    const __m512i high    = _mm512_and_si512(_mm512_maskz_srlv_epi32(KVQ_ALL16, columns, shifts), masks);
-    const __m512i codes   = _mm512_or_si512(kvq_crumbs64(qs), _mm512_slli_epi16(high, 2));
-
-    const int     half   = kvq_half(a, 0);
-    const __m256i fine   = _mm256_blend_epi32(kvq_shuffle_table(a->levels[0], half < 16 ? 2 * half : 16),
-                                              kvq_shuffle_table(a->levels[1], 2 * kvq_half(a, 1)), 0xF0);
-    const __m256i coarse = kvq_shuffle_table(a->levels[2], 2 * kvq_half(a, 2));
-    const __m512i tables = _mm512_maskz_inserti64x4(0xFF, _mm512_castsi256_si512(fine), coarse, 1);
-    __m512i found = _mm512_shuffle_epi8(tables, codes);
-    if (half == 32) {
-        const __m512i more = _mm512_maskz_broadcast_i32x4(KVQ_ALL16, _mm_loadu_si128((const __m128i *) (a->levels[0] + 16)));
-        found = _mm512_mask_shuffle_epi8(found, _mm512_test_epi8_mask(codes, _mm512_set1_epi8(16)), more, codes);
-    }
-    if (half >= 16) {
-        const __mmask64 negative = _mm512_test_epi8_mask(codes, _mm512_set1_epi8((char) half));
-        found = _mm512_mask_sub_epi8(found, negative, _mm512_setzero_si512(), found);
-    }
-    _mm512_storeu_si512((void *) levels, found);
-}
-
-#elif defined(KVQ_AVX2)
-
 // All levels of a block, in order.
 KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
     const __m256i columns = _mm256_broadcastsi128_si256(kvq_column_bytes(qh, n_high));
