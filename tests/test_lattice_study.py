@@ -155,7 +155,7 @@ def test_the_lattices_own_points_lie_where_the_digits_say(name, book):
 
 
 def test_the_bench_prints_a_row_a_code_and_a_verdict_a_rate():
-    found = study.compare([3], 20, 16, 1)
+    found = study.compare([3], 20, 16, 0)
     text = study.report(found)
     rows = [line for line in text.splitlines() if line.startswith((" Voronoi", " residual", " kve8_3", " kvq3"))]
     assert len(rows) == len(found[3]) == 3 + len(study.contenders(3, gauss(16, 64)))
@@ -172,4 +172,4 @@ def test_the_verdict_says_which_is_better():
 
 def test_a_rate_without_a_format_is_refused_by_name():
     with pytest.raises(KvfmtError, match="no E8 format of 5 bits"):
-        study.compare([5], 8, 16, 1)
+        study.compare([5], 8, 16, 0)
