@@ -50,6 +50,8 @@ SCALES = (_e8.GRID_STEP ** np.arange(-4, 5)).astype(np.float32)
 #: Where that one is looked for, in units of a block's root mean square; and the second stage's scale, in units of the first's.
 WHOLE_SCALES = np.geomspace(0.3, 3, 47).astype(np.float32)
 RATIOS = np.geomspace(0.25, 0.75, 12).astype(np.float32)
+#: So few that a turn is rarely interrupted.
+TIMED_BLOCKS = 32
 #: Bisections on the way to the origin.
 HALVINGS = 8
 
@@ -497,35 +499,33 @@ class Row:
     decode: float
     table: int
 
-def least(call: Callable[[], object], turns: int) -> float:
-    """Nanoseconds, the least of ``turns``: whatever else the machine does only adds to it."""
-    found = []
-    for _ in range(turns):
+def least(call: Callable[[], object], seconds: float) -> float:
+    """Nanoseconds, the least of all turns within the time, at least two: whatever else the machine does only adds to it."""
+    found, ends = [], time.perf_counter() + seconds
+    while len(found) < 2 or time.perf_counter() < ends:
         began = time.perf_counter_ns()
         call()
         found.append(time.perf_counter_ns() - began)
     return min(found)
 
 
-def format_row(name: str, fmt: Format, table: int, blocks: np.ndarray, turns: int) -> Row:
+def format_row(name: str, fmt: Format, table: int, blocks: np.ndarray, seconds: float) -> Row:
     packed = fmt.encode(blocks)
     scales = packed[:, :2].copy().view(np.float16)[:, 0].astype(np.float32)
-    some = blocks[: max(1, len(blocks) // 4)]
-    encode_ns, decode_ns = least(lambda: fmt.encode(some), turns), least(lambda: fmt.decode(packed), turns)
-    return Row(name, True, "climb" if table else "grid", *errors(blocks, fmt.decode(packed), scales), encode_ns / len(some), decode_ns / blocks.size, table)
+    some, short = blocks[:TIMED_BLOCKS], packed[:TIMED_BLOCKS]
+    encode_ns, decode_ns = least(lambda: fmt.encode(some), seconds), least(lambda: fmt.decode(short), seconds)
+    tried = "climb" if table else "grid"
+    return Row(name, True, tried, *errors(blocks, fmt.decode(packed), scales), encode_ns / len(some), decode_ns / some.size, table)
 
 
-def code_row(name: str, code: Code, train: np.ndarray, blocks: np.ndarray, turns: int) -> Row:
-    slow = code.table_bytes > 2**16  # an exhaustive search through that many words: less is scored
-    blocks = blocks[: max(1, len(blocks) // 20)] if slow else blocks
+def code_row(name: str, code: Code, train: np.ndarray, blocks: np.ndarray, seconds: float) -> Row:
+    slow = code.table_bytes > 2**16  # an exhaustive search through that many words
     scales = best_scale(code, train[: max(1, len(train) // 8)] if slow else train) * SCALES
     stored, chosen = encoded(code, blocks, scales)
-    some = blocks[: max(1, len(blocks) // 20)]
-    encode_ns = least(lambda: encoded(code, some, scales), 1 if slow else turns)
-    decode_ns = least(lambda: decode(stored, chosen, code), turns)
-    return Row(
-        name, False, str(len(scales)), *errors(blocks, decode(stored, chosen, code), chosen), encode_ns / len(some), decode_ns / blocks.size, code.table_bytes
-    )
+    some, short = blocks[:TIMED_BLOCKS], stored[:TIMED_BLOCKS]
+    encode_ns, decode_ns = least(lambda: encoded(code, some, scales), seconds), least(lambda: decode(short, chosen, code), seconds)
+    mse = errors(blocks, decode(stored, chosen, code), chosen)
+    return Row(name, False, str(len(scales)), *mse, encode_ns / len(some), decode_ns / some.size, code.table_bytes)
 
 
 def contenders(bits: int, train: np.ndarray) -> dict[str, Callable[[], Code]]:
@@ -549,7 +549,7 @@ def contenders(bits: int, train: np.ndarray) -> dict[str, Callable[[], Code]]:
 BOOKS = {2: ("kvq2", "kve8_2", kve8_2.BOOK), 3: ("kvq3", "kve8_3", kve8_3.BOOK)}
 
 
-def study(bits: int, train: np.ndarray, blocks: np.ndarray, turns: int) -> list[Row]:
+def study(bits: int, train: np.ndarray, blocks: np.ndarray, seconds: float) -> list[Row]:
     """Rows of a rate: the formats, then the others. Raises KvfmtError for a rate that no E8 format has."""
     if bits not in BOOKS:
         raise KvfmtError(f"there is no E8 format of {bits} bits", f"Ask for {' or '.join(map(str, BOOKS))}.")
@@ -559,12 +559,12 @@ def study(bits: int, train: np.ndarray, blocks: np.ndarray, turns: int) -> list[
     makers = contenders(bits, train)
     rows = []
     with progress(f"{bits} bits", 3 + len(makers)) as update:
-        rows.append(format_row(name, fmt, table, blocks, turns))
-        rows.append(format_row(f"{name}, lattice points", of_lattice_points(fmt, book), table, blocks, turns))
-        rows.append(format_row(f"{scalar} (scalar)", registry.get(scalar), 0, blocks, turns))
+        rows.append(format_row(name, fmt, table, blocks, seconds))
+        rows.append(format_row(f"{name}, lattice points", of_lattice_points(fmt, book), table, blocks, seconds))
+        rows.append(format_row(f"{scalar} (scalar)", registry.get(scalar), 0, blocks, seconds))
         update(3, 3 + len(makers))
         for title, make in makers.items():
-            rows.append(code_row(title, make(), train, blocks, turns))
+            rows.append(code_row(title, make(), train, blocks, seconds))
             update(len(rows), 3 + len(makers))
     return rows
 
@@ -598,7 +598,7 @@ def report(found: dict[int, list[Row]]) -> str:
         printed.print(table)
     printed.print(
         f"MSE: on a unit Gaussian, each block at its least-squares scale; in f16: with that scale rounded. dB: above the bound at the allocated bits. "
-        f"scales: tried a block. µs/block and decode ns (a value): Numba, one core, the least of some turns; the formats take less in C, where "
+        f"scales: tried a block. µs/block and decode ns (a value): Numba, one core, the least of many turns; the formats take less in C, where "
         f"a token of {TOKEN_VALUES // BLOCK:,} blocks may take {BUDGET_MS:g} ms. table: what a decoder looks up, at a byte a coordinate."
     )
     for b, rows in found.items():
@@ -606,7 +606,7 @@ def report(found: dict[int, list[Row]]) -> str:
     return "\n".join(line.rstrip() for line in printed.file.getvalue().splitlines()) + "\n"
 
 
-def compare(rates: list[int], blocks: int, training: int, turns: int) -> dict[int, list[Row]]:
+def compare(rates: list[int], blocks: int, training: int, seconds: float) -> dict[int, list[Row]]:
     """Rows by rate. Raises KvfmtError as :func:`study`."""
     rng = np.random.default_rng(SEED)
     train = rng.standard_normal((training, BLOCK)).astype(np.float32)
@@ -614,21 +614,21 @@ def compare(rates: list[int], blocks: int, training: int, turns: int) -> dict[in
     before = numba.get_num_threads()
     numba.set_num_threads(1)
     try:
-        return {b: study(b, train, score, turns) for b in rates}
+        return {b: study(b, train, score, seconds) for b in rates}
     finally:
         numba.set_num_threads(before)
 
 
 def main(
     bits: str = typer.Option("2,3", help="rates"),
-    blocks: int = typer.Option(4000, min=1, help="blocks of 64 that are scored; a twentieth of it by an exhaustive search"),
+    blocks: int = typer.Option(4000, min=1, help="blocks of 64 that are scored"),
     training: int = typer.Option(128, min=16, help="blocks of 64 on which each code's scales are chosen"),
-    turns: int = typer.Option(5, min=1, help="timings, of which the least counts"),
+    seconds: float = typer.Option(2.0, min=0, help="of timing each encoder and decoder; the least of the turns counts"),
     output: Optional[Path] = typer.Option(None, help="a file for what is printed"),
 ) -> None:
     """Other E8 codes against the formats' own."""
     try:
-        text = report(compare(numbers(bits), blocks, training, turns))
+        text = report(compare(numbers(bits), blocks, training, seconds))
         if output:
             write_whole(output, text)
         print(text, end="")
