@@ -134,7 +134,11 @@ def plot(results: dict, target: Path) -> None:
                 r["bits_without_maps"], kld, yerr=error, fmt="o" if ours else "s", color="#1f6fb4" if ours else "#888888",
                 capsize=2, markersize=6,
             )
-            axis.annotate(r["title"], (r["bits_without_maps"], kld), textcoords="offset points", xytext=(6, 5), fontsize=8)
+            left = r["bits_without_maps"] < 8  # further right a name would leave the panel
+            axis.annotate(
+                r["title"], (r["bits_without_maps"], kld), textcoords="offset points", xytext=(6 if left else -6, 5),
+                ha="left" if left else "right", fontsize=8,
+            )
         axis.set_yscale("log")
         axis.set_xlim(2, 9.8)
         axis.set_xlabel("allocated bits per value")

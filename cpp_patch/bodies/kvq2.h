@@ -45,6 +45,11 @@ KVQ_FN void kvq2_unpack(const block_kvq2 * b, int8_t * levels) {
         const __m256i codes = kvq_crumbs32(b->qs, half);
         _mm256_storeu_si256((__m256i *) (levels + 32 * half), _mm256_shuffle_epi8(lookup, codes));
     }
+#elif defined(KVQ_NEON)
+    const int8x16_t lookup = kvq_table16(kvq2_levels, 4);
+    for (int q = 0; q < 4; ++q) {
+        vst1q_s8(levels + 16 * q, vqtbl1q_s8(lookup, kvq_crumbs16(b->qs, q)));
+    }
 #else
     for (int i = 0; i < KVQ2_BLOCK; ++i) {
         levels[i] = kvq2_level(b, i);

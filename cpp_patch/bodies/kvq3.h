@@ -58,6 +58,12 @@ KVQ_FN void kvq3_unpack(const block_kvq3 * b, int8_t * levels) {
         const __m256i codes = _mm256_or_si256(kvq_crumbs32(b->qs, half), sign);
         _mm256_storeu_si256((__m256i *) (levels + 32 * half), _mm256_shuffle_epi8(lookup, codes));
     }
+#elif defined(KVQ_NEON)
+    const int8x16_t lookup = kvq_table16(kvq3_levels, 8);
+    for (int q = 0; q < 4; ++q) {
+        const uint8x16_t sign = vandq_u8(kvq_spread_bits16(b->qh + 2 * q), vdupq_n_u8(4));
+        vst1q_s8(levels + 16 * q, vqtbl1q_s8(lookup, vorrq_u8(kvq_crumbs16(b->qs, q), sign)));
+    }
 #else
     for (int i = 0; i < KVQ3_BLOCK; ++i) {
         levels[i] = kvq3_level(b, i);

@@ -331,6 +331,39 @@ KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, i
     _mm256_storeu_si256((__m256i *) (levels + 32), kvq_half_levels(qs, columns, a, 2));
 }
 
+#elif defined(KVQ_NEON)
+
+// The levels of codes of up to six bits.
+KVQ_FN_CONST int8x16_t kvq_look_up_levels(const int8_t * levels, int bits, uint8x16_t codes) {
+    if (bits <= 4) {
+        return vqtbl1q_s8(kvq_table16(levels, 1 << bits), codes);
+    }
+    if (bits == 5) {
+        const int8x16x2_t table = { { vld1q_s8(levels), vld1q_s8(levels + 16) } };
+        return vqtbl2q_s8(table, codes);
+    }
+    const int8x16x4_t table = { { vld1q_s8(levels), vld1q_s8(levels + 16), vld1q_s8(levels + 32), vld1q_s8(levels + 48) } };
+    return vqtbl4q_s8(table, codes);
+}
+
+// All levels of a block, in order: a quarter at a time.
+KVQ_FN_CONST void kvq_allocated_unpack(const uint8_t * qs, const uint8_t * qh, int n_high, const kvq_allocation * a, int8_t * levels) {
+    uint8x16_t columns; // the bits of each column beyond the two lowest of its codes
+    if (n_high == KVQ_QUARTER) {
+        columns = vld1q_u8(qh);
+    } else {
+        const uint8x8_t both = vld1_u8(qh);
+        columns = vcombine_u8(vand_u8(both, vdup_n_u8(15)), vshr_n_u8(both, 4));
+    }
+    KVQ_UNROLL
+    for (int q = 0; q < 4; ++q) {
+        const uint8x16_t shifted = vshlq_u8(columns, vdupq_n_s8((int8_t) -kvq_high_shift(a, q)));
+        const uint8x16_t high    = vandq_u8(shifted, vdupq_n_u8((uint8_t) ((1 << (a->bits[q] - 2)) - 1)));
+        const uint8x16_t codes   = vorrq_u8(kvq_crumbs16(qs, q), vshlq_n_u8(high, 2));
+        vst1q_s8(levels + KVQ_QUARTER * q, kvq_look_up_levels(a->levels[kvq_part(q)], a->bits[q], codes));
+    }
+}
+
 #else
 
 // All levels of a block, in order.

@@ -174,6 +174,73 @@ KVQ_FN_CONST void kvq_e8_match(const int16_t * y, const kvq_e8_book * book, int 
     }
 }
 
+#elif defined(KVQ_NEON)
+
+// As the AVX2 one.
+KVQ_FN_CONST void kvq_e8_match(const int16_t * y, const kvq_e8_book * book, int dim, int d, kvq_e8_choice * choice,
+                               int32_t * square, int32_t (*gain)[16]) {
+    const int       lanes = KVQ_E8_BLOCK / dim;
+    const int16x8_t shift = vdupq_n_s16((int16_t) ((d ? -KVQ_E8_FINE : KVQ_E8_FINE) * book->shift));
+    for (int r = 0; r < lanes; r += 8) {
+        int16x8_t key[8];
+        int16x8_t odd    = vdupq_n_s16(0);
+        int32x4_t sum[2] = { vdupq_n_s32(0), vdupq_n_s32(0) };
+        for (int i = 0; i < dim; ++i) {
+            const int16x8_t z = vsubq_s16(vld1q_s16(y + i * lanes + r), shift);
+            odd    = veorq_s16(odd, z);
+            sum[0] = vmlal_s16(sum[0], vget_low_s16(z), vget_low_s16(z));
+            sum[1] = vmlal_high_s16(sum[1], z, z);
+            key[i] = vorrq_s16(vshlq_n_s16(vabsq_s16(z), 3), vdupq_n_s16((int16_t) i));
+        }
+        vst1q_s16(choice->odd[d] + r, vreinterpretq_s16_u16(vshrq_n_u16(vreinterpretq_u16_s16(odd), 15)));
+        vst1q_s32(square + r, sum[0]);
+        vst1q_s32(square + r + 4, sum[1]);
+
+#    define KVQ_E8_ORDER(i, j)                               \
+        do {                                                 \
+            const int16x8_t high = vmaxq_s16(key[i], key[j]); \
+            key[j] = vminq_s16(key[i], key[j]);              \
+            key[i] = high;                                   \
+        } while (0)
+        KVQ_E8_SORT(dim, KVQ_E8_ORDER);
+#    undef KVQ_E8_ORDER
+
+        for (int i = 0; i < dim; ++i) {
+            vst1q_s16(choice->key[d] + i * lanes + r, key[i]);
+            key[i] = vshrq_n_s16(key[i], 3);
+        }
+        int32x4_t most[2][2];
+        for (int p = 0; p < 2; ++p) {
+            most[p][0] = vdupq_n_s32(INT32_MIN);
+            most[p][1] = vdupq_n_s32(INT32_MIN);
+        }
+        KVQ_UNROLL
+        for (int k = 0; k < book->n_classes; ++k) {
+            const int8_t * level = book->classes + k * dim;
+            int32x4_t natural[2] = { vdupq_n_s32(-book->norms[k]), vdupq_n_s32(-book->norms[k]) };
+            for (int i = 0; i < dim; ++i) {
+                natural[0] = vmlal_n_s16(natural[0], vget_low_s16(key[i]), (int16_t) (2 * level[i]));
+                natural[1] = vmlal_high_n_s16(natural[1], key[i], (int16_t) (2 * level[i]));
+            }
+            const int32x4_t lost[2] = { vmull_n_s16(vget_low_s16(key[dim - 1]), (int16_t) (4 * level[dim - 1])),
+                                        vmull_high_n_s16(key[dim - 1], (int16_t) (4 * level[dim - 1])) };
+            const int parity = kvq_e8_class_parity(book, dim, k);
+            for (int h = 0; h < 2; ++h) {
+                const int32x4_t flipped = vsubq_s32(natural[h], lost[h]);
+                most[parity][h]     = vmaxq_s32(most[parity][h], vaddq_s32(vshlq_n_s32(natural[h], 7), vdupq_n_s32(127 - 2 * k)));
+                most[1 - parity][h] = vmaxq_s32(most[1 - parity][h], vaddq_s32(vshlq_n_s32(flipped, 7), vdupq_n_s32(126 - 2 * k)));
+            }
+        }
+        for (int p = 0; p < 2; ++p) {
+            for (int h = 0; h < 2; ++h) {
+                const int32x4_t pick = vsubq_s32(vdupq_n_s32(127), vandq_s32(most[p][h], vdupq_n_s32(127)));
+                vst1q_s32(choice->pick[d][p] + r + 4 * h, pick);
+                vst1q_s32(gain[p] + r + 4 * h, vshrq_n_s32(most[p][h], 7));
+            }
+        }
+    }
+}
+
 #else
 
 KVQ_FN_CONST void kvq_e8_match(const int16_t * y, const kvq_e8_book * book, int dim, int d, kvq_e8_choice * choice,
@@ -500,7 +567,50 @@ KVQ_FN_CONST int8_t kvq_e8_level(const uint8_t * row_bytes, const uint8_t * sign
     return (int8_t) (((signs[g] >> (i & 7)) & 1 ? -mag : mag) + (odd & 1 ? -shift : shift));
 }
 
-#if defined(KVQ_AVX2)
+#if defined(KVQ_AVX512)
+
+static inline __m128i kvq_load4(const int8_t * p) {
+    int32_t four;
+    memcpy(&four, p, sizeof(four));
+    return _mm_cvtsi32_si128(four);
+}
+
+// The magnitudes of 16 values. Put together in registers: a gather takes nearly twice as long, a load of what was just stored waits.
+KVQ_FN_CONST __m128i kvq_e8_magnitudes16(const uint8_t * row_bytes, const int8_t * rows, int dim) {
+    if (dim == 8) {
+        return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *) (rows + row_bytes[0] * 8)),
+                                  _mm_loadl_epi64((const __m128i *) (rows + row_bytes[1] * 8)));
+    }
+    const __m128i low  = _mm_unpacklo_epi32(kvq_load4(rows + row_bytes[0] * 4), kvq_load4(rows + row_bytes[1] * 4));
+    const __m128i high = _mm_unpacklo_epi32(kvq_load4(rows + row_bytes[2] * 4), kvq_load4(rows + row_bytes[3] * 4));
+    return _mm_unpacklo_epi64(low, high);
+}
+
+// All levels of a block, in order; both sign planes are masks.
+KVQ_FN_CONST void kvq_e8_unpack(const uint8_t * row_bytes, const uint8_t * signs, const int8_t * rows, int dim, int shift, int8_t * levels) {
+    __m128i part[4];
+    for (int p = 0; p < 4; ++p) {
+        part[p] = kvq_e8_magnitudes16(row_bytes + p * (16 / dim), rows, dim);
+    }
+    const __m256i low    = _mm256_inserti128_si256(_mm256_castsi128_si256(part[0]), part[1], 1);
+    const __m256i high   = _mm256_inserti128_si256(_mm256_castsi128_si256(part[2]), part[3], 1);
+    const __m512i packed = _mm512_maskz_inserti64x4(0xFF, _mm512_castsi256_si512(low), high, 1);
+    uint64_t bits;
+    memcpy(&bits, signs, sizeof(bits));
+    uint64_t odd = bits ^ (bits >> 4); // parity of each byte, in its lowest bit
+    odd ^= odd >> 2;
+    odd ^= odd >> 1;
+    odd &= 0x0101010101010101ull;
+    // bit 7 of each byte: the parity of the rows
+    const __m512i row_odd = dim == 4 ? _mm512_xor_si512(packed, _mm512_maskz_shuffle_epi32(KVQ_ALL16, packed, (_MM_PERM_ENUM) 0xB1)) : packed;
+    const uint64_t down   = (uint64_t) _mm512_movepi8_mask(row_odd) ^ ((odd << 8) - odd);
+    const __m512i  mag    = _mm512_and_si512(packed, _mm512_set1_epi8(127));
+    const __m512i  level  = _mm512_mask_sub_epi8(mag, bits, _mm512_setzero_si512(), mag);
+    const __m512i  moved  = _mm512_mask_blend_epi8(down, _mm512_set1_epi8((char) shift), _mm512_set1_epi8((char) -shift));
+    _mm512_storeu_si512((void *) levels, _mm512_add_epi8(level, moved));
+}
+
+#elif defined(KVQ_AVX2)
 
 // All levels of a block, in order: four groups at a time.
 KVQ_FN_CONST void kvq_e8_unpack(const uint8_t * row_bytes, const uint8_t * signs, const int8_t * rows, int dim, int shift, int8_t * levels) {
@@ -527,6 +637,32 @@ KVQ_FN_CONST void kvq_e8_unpack(const uint8_t * row_bytes, const uint8_t * signs
         const __m256i moved  = _mm256_blendv_epi8(_mm256_set1_epi8((char) shift), _mm256_set1_epi8((char) -shift), down);
         const __m256i level  = _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(mag, sign), sign), moved);
         _mm256_storeu_si256((__m256i *) (levels + 32 * half), level);
+    }
+}
+
+#elif defined(KVQ_NEON)
+
+// All levels of a block, in order: two groups at a time.
+KVQ_FN_CONST void kvq_e8_unpack(const uint8_t * row_bytes, const uint8_t * signs, const int8_t * rows, int dim, int shift, int8_t * levels) {
+    const uint8x8_t  parity = vshl_n_u8(vcnt_u8(vld1_u8(signs)), 7); // in bit 7
+    const uint8x16_t two    = vcombine_u8(vdup_n_u8(0), vdup_n_u8(1));
+    for (int g = 0; g < KVQ_E8_GROUPS; g += 2) {
+        int8_t mags[16];
+        for (int r = 0; r < 16 / dim; ++r) {
+            memcpy(mags + dim * r, rows + row_bytes[g * 8 / dim + r] * dim, (size_t) dim);
+        }
+        const uint8x16_t packed = vreinterpretq_u8_s8(vld1q_s8(mags));
+        const uint8x16_t mag    = vandq_u8(packed, vdupq_n_u8(127));
+        const uint8x16_t sign   = kvq_spread_bits16(signs + g);
+        // bit 7 of each byte: whether the group moves down
+        uint8x16_t down = veorq_u8(packed, vqtbl1q_u8(vcombine_u8(parity, parity), vaddq_u8(two, vdupq_n_u8((uint8_t) g))));
+        if (dim == 4) {
+            down = veorq_u8(down, vreinterpretq_u8_u32(vrev64q_u32(vreinterpretq_u32_u8(packed))));
+        }
+        const uint8x16_t mask  = vcltzq_s8(vreinterpretq_s8_u8(down));
+        const int8x16_t  moved = vbslq_s8(mask, vdupq_n_s8((int8_t) -shift), vdupq_n_s8((int8_t) shift));
+        const int8x16_t  level = vreinterpretq_s8_u8(vsubq_u8(veorq_u8(mag, sign), sign));
+        vst1q_s8(levels + 8 * g, vaddq_s8(level, moved));
     }
 }
 

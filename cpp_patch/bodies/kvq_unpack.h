@@ -1,4 +1,4 @@
-// Unpacking of codes to integer levels, 64 at a time: scalar, AVX2 and AVX-512. Levels are integers, so every path is exact.
+// Unpacking of codes to integer levels, 64 at a time: scalar, AVX2, AVX-512 and NEON. Levels are integers, so every path is exact.
 #pragma once
 
 #include "kvq_lloyd.h"
@@ -11,6 +11,11 @@
 #if defined(KVQ_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #    define KVQ_AVX512 1
 #    define KVQ_ALL16 ((__mmask16) 0xFFFF) // the plain intrinsics make gcc 12 warn of an uninitialised operand
+#endif
+
+#if defined(__ARM_NEON) && defined(__aarch64__) && !defined(__CUDACC__) && !defined(__HIPCC__)
+#    define KVQ_NEON 1
+#    include <arm_neon.h>
 #endif
 
 #if defined(KVQ_AVX512)
@@ -84,6 +89,41 @@ static inline void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, 
 #endif
 }
 
+#elif defined(KVQ_NEON)
+
+// Up to 16 levels for a table look-up, padded with zeros.
+KVQ_FN_CONST int8x16_t kvq_table16(const int8_t * levels, int n) {
+    if (n == 16) {
+        return vld1q_s8(levels);
+    }
+    if (n == 8) {
+        return vcombine_s8(vld1_s8(levels), vdup_n_s8(0));
+    }
+    int8_t padded[16] = { 0 };
+    memcpy(padded, levels, (size_t) n);
+    return vld1q_s8(padded);
+}
+
+// Two-bit fields of the crumb layout: values 16 q to 16 q + 15, one byte each.
+static inline uint8x16_t kvq_crumbs16(const uint8_t * qs, int q) {
+    return vandq_u8(vshlq_u8(vld1q_u8(qs), vdupq_n_s8((int8_t) (-2 * q))), vdupq_n_u8(3));
+}
+
+// 16 bits -> 16 bytes, 0xFF where the bit is set.
+static inline uint8x16_t kvq_spread_bits16(const uint8_t * bits) {
+    const uint8x16_t which = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
+    return vtstq_u8(vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1])), which);
+}
+
+static inline void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, int8_t * levels) {
+    const int8x16_t lookup = vld1q_s8(table);
+    for (int j = 0; j < 32; j += 16) {
+        const uint8x16_t bytes = vld1q_u8(qs + j);
+        vst1q_s8(levels + j, vqtbl1q_s8(lookup, vandq_u8(bytes, vdupq_n_u8(15))));
+        vst1q_s8(levels + j + 32, vqtbl1q_s8(lookup, vshrq_n_u8(bytes, 4)));
+    }
+}
+
 #else
 
 KVQ_FN void kvq_unpack_nibbles(const uint8_t * qs, const int8_t * table, int8_t * levels) {
@@ -105,6 +145,19 @@ KVQ_FN int32_t kvq_dot32(const int8_t * levels, const int8_t * q) {
     const __m128i half  = _mm_add_epi32(_mm256_castsi256_si128(quads), _mm256_extracti128_si256(quads, 1));
     const __m128i two   = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+#elif defined(KVQ_NEON)
+    int32x4_t sum = vdupq_n_s32(0);
+    for (int i = 0; i < 32; i += 16) {
+        const int8x16_t a = vld1q_s8(levels + i);
+        const int8x16_t b = vld1q_s8(q + i);
+#    if defined(__ARM_FEATURE_DOTPROD)
+        sum = vdotq_s32(sum, a, b);
+#    else
+        sum = vpadalq_s16(sum, vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+        sum = vpadalq_s16(sum, vmull_high_s8(a, b));
+#    endif
+    }
+    return vaddvq_s32(sum);
 #else
     int32_t sum = 0;
     for (int i = 0; i < 32; ++i) {

@@ -17,6 +17,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import any_bytes  # noqa: E402
 from blocks import assert_same_blocks  # noqa: E402
 from conftest import PIN  # noqa: E402
 from test_patch import ALL, NAMES, _inputs, _program, _split  # noqa: E402
@@ -42,13 +43,27 @@ def tools():
         pytest.exit(f"no patched tree at {LLAMA}: run `kvfmt build` first", returncode=2)
 
 
+def _compiled(tmp_path: Path, text: str, *options: str) -> Path:
+    source, program = tmp_path / "all.c", tmp_path / "all"
+    source.write_text(text)
+    _run("aarch64-linux-gnu-gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-static", *options,
+         f"-I{LLAMA / 'ggml/src/kvq'}", source, "-o", program)  # fmt: skip
+    return program
+
+
+@pytest.mark.parametrize("arch", [ARCH, "armv8-a"])
+@pytest.mark.parametrize("options", ["-O0", "-O3"])
+def test_any_bytes_are_unpacked_as_in_python(tmp_path, options, arch):
+    """With the dot product instruction and without."""
+    program = _compiled(tmp_path, any_bytes.program(), options, f"-march={arch}")
+    data = any_bytes.blocks()
+    done = _run("qemu-aarch64", program, input=b"".join(d.tobytes() for d in data.values()))
+    any_bytes.check(data, done.stdout, f"{arch} {options}")
+
+
 @pytest.mark.parametrize("options", ["-O0", "-O3"])
 def test_bytes_and_levels(tmp_path, options):
-    source, program = tmp_path / "all.c", tmp_path / "all"
-    source.write_text(_program())
-    include = LLAMA / "ggml/src/kvq"
-    _run("aarch64-linux-gnu-gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-static", options, f"-march={ARCH}",
-         f"-I{include}", source, "-o", program)  # fmt: skip
+    program = _compiled(tmp_path, _program(), options, f"-march={ARCH}")
     x = _inputs()
     (tmp_path / "input.f32").write_bytes(x.tobytes())
     with (tmp_path / "input.f32").open("rb") as handle:  # a file: the program reads it once for each format
