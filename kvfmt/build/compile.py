@@ -29,19 +29,27 @@ TOOLS = (
 TESTS = ("test-quantize-fns", "test-backend-ops", "test-gguf", "test-save-load-state")
 LIBRARIES = ("llama", "mtmd", "ggml", "ggml-base", "ggml-cpu", "ggml-rpc")
 
-FLAGS = (
+_COMMON = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
     # One file per library, found beside whatever loads it: the same files then serve the tools and the wheel.
     "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
     f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
     "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
-    "-DLLAMA_BUILD_TESTS=ON",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
-    "-DGGML_RPC=ON",
+)
+FLAGS = (*_COMMON, "-DLLAMA_BUILD_TESTS=ON", "-DGGML_RPC=ON")
+#: Only libllama and the CPU backend. The libraries' own checks of indices are on as well; optimized little, to compile fast.
+SANITIZED_FLAGS = (
+    *_COMMON,
+    "-DLLAMA_SANITIZE_ADDRESS=ON",
+    "-DCMAKE_C_FLAGS_RELEASE=-O1 -g1 -DNDEBUG",
+    "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -g1 -DNDEBUG -D_GLIBCXX_ASSERTIONS",
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "TOOLS", "SERVER")),
+    "-DGGML_RPC=OFF",
 )
 
 # About 0.5 GB for both trees, objects and programs, measured; the rest is room for the compilers and for growth.
@@ -92,8 +100,19 @@ def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None) 
     check_compilers()
     first = not (folder / "bin").exists()
     require_space(home, FIRST_BUILD_BYTES if first else REBUILD_BYTES, "Compiling llama.cpp")
-    _configure(home / "src" / "vendor" / "llama.cpp", folder)
+    _configure(home / "src" / "vendor" / "llama.cpp", folder, FLAGS)
     _ninja(folder, targets, jobs)
+    return folder / "bin"
+
+
+def build_sanitized(pin: Pin, *, jobs: int | None = None) -> Path:
+    """libllama under AddressSanitizer, in a folder of its own; returns the folder with the libraries. Raises what ``build_tools`` raises."""
+    home = build_dir(pin.name)
+    folder = home / "cmake-asan"
+    check_compilers()
+    require_space(home, REBUILD_BYTES, "Compiling llama.cpp with AddressSanitizer")
+    _configure(home / "src" / "vendor" / "llama.cpp", folder, SANITIZED_FLAGS)
+    _ninja(folder, ("llama",), jobs)
     return folder / "bin"
 
 
@@ -105,8 +124,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return {"CCACHE_BASEDIR": str(folder.parent), **os.environ, **chosen}
 
 
-def _configure(source: Path, folder: Path) -> None:
-    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *FLAGS]
+def _configure(source: Path, folder: Path, flags: tuple[str, ...]) -> None:
+    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *flags]
     command.append(f"-DCMAKE_MAKE_PROGRAM={program('ninja')}")
     wanted = json.dumps({"command": command, "cc": os.environ.get("CC"), "cxx": os.environ.get("CXX")})
     stamp = folder / STAMP
