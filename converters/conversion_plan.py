@@ -319,11 +319,12 @@ def _rotation(cache: _CacheFacts, side: int, types: Sequence[tuple[CacheType, Ca
     ours = {fmt.spec.name for fmt in registry.all_formats()}
     described = cache.description and (cache.description.rotated_v if side else cache.description.rotated_k)
     # Only heads that 64 divides have our types, or are rotated at all.
-    if described or any(pair[side].name in ours for pairs in (cache.types, types) for pair in pairs):
+    rotates = bool(described) or any(pair[side].name in ours for pairs in (cache.types, types) for pair in pairs)
+    if rotates:
         sizes = {rotation_size(head, not side) for n in values for head in range(64, n + 1, 64) if n % head == 0}
         if len(sizes) == 1:
             return Rotated(sizes.pop())
-    return Unknown("V" if side else "K")
+    return Unknown("V" if side else "K", rotates)
 
 
 def _described(cache: _CacheFacts, side: int, rotation: Domain) -> Domain:
@@ -355,10 +356,10 @@ def _target_description(
     rotated = []
     for side in (0, 1):
         domains = [pair[side] for pair in after]
-        rotated.append(any(isinstance(domain, Rotated) for domain in domains))
+        rotated.append(any(isinstance(domain, Rotated) or isinstance(domain, Unknown) and domain.rotates for domain in domains))
     mapped = profile.hash if profile and any(m for pair in maps for m in pair) else ""
     layers = [(number, *pair) for number, pair in zip(cache.numbers, types)]
     text = describe(layers, *rotated, mapped)
-    if text is not None and (unknown := next((d for pair in after for d in pair if isinstance(d, Unknown)), None)):
+    if text is not None and (unknown := next((d for pair in after for d in pair if isinstance(d, Unknown) and not d.rotates), None)):
         raise StateError(f"whether {unknown.side} is rotated depends on how large a head is, and the state must say it", "Give the model: --model model.gguf")
     return text

@@ -43,9 +43,13 @@ class Rotated(Domain):
 
 @dataclass(frozen=True)
 class Unknown(Domain):
-    """Rotated or not, as the size of the heads decides, which is not known: only good for what is in the same domain."""
+    """Rotated as the size of the heads decides, which is not known: only good for what is in the same domain.
+
+    ``rotates``: it is rotated for certain, only how far is not known.
+    """
 
     side: str
+    rotates: bool
 
 
 @dataclass(frozen=True, eq=False)

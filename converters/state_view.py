@@ -67,7 +67,9 @@ def stored(cache: CacheLayout) -> str:
     except StateError:
         return f"not known to this version: {cache.description[:500]!r}"
     rotated = " and ".join(name for name, flag in (("K", said.rotated_k), ("V", said.rotated_v)) if flag)
-    return f"{rotated} rotated" * bool(rotated) + "not rotated" * (not rotated) + (f", under profile {said.profile}" if said.profile else "")
+    if said.profile:
+        return f"quantized layers under profile {said.profile}, rotated where it maps nothing: {rotated or 'none'}"
+    return f"quantized layers: {rotated or 'nothing'} rotated"
 
 
 def rows(layout: StateLayout) -> list[Row]:

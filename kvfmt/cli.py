@@ -223,18 +223,18 @@ def convert(
     from converters.conversion_plan import Request
     from converters.model_layers import read_model_layers
     from kvfmt.build.console import progress, step
+    from kvfmt.build.models import fetch_model, load_models
     from kvfmt.policy import cache_type
     from kvfmt.profile import Profile, read_model
-    from kvfmt.subjects import find_model
 
     shape = None
     target, source = (None if path is None else Profile.read(path) for path in (profile, source_profile))
     if model is not None:
-        subject = find_model(model)
-        shape = read_model_layers(read_model(subject.path))
+        path = fetch_model(model) if model in load_models() else Path(model).expanduser()
+        shape = read_model_layers(read_model(path))
         for found in (target, source):
             if found is not None:
-                found.check_model(subject.path)
+                found.check_model(path)
     request = Request(cache_type(k), cache_type(v), protect, flash_attn, target, source, shape)
     with progress(f"converting {file.name}", 0, "bytes") as update:
         done = work.convert_state(file, output, request, threads, update)
