@@ -47,7 +47,7 @@ test-arm: build
 	$(BIN)/python -m pytest -q tests/arm/arm_parity.py $(PYTEST_ARGS)
 
 fuzz: $(READY)
-	$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
+	$(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
 
 check: $(READY)
 	$(BIN)/python -m cpp_patch.generate --check

@@ -9,8 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "fuzz"))
 
-from run import compile_fuzzer, fuzz  # noqa: E402
-from subjects import SUBJECTS  # noqa: E402
+from fuzz_run import compile_fuzzer, fuzz  # noqa: E402
+from fuzz_subjects import SUBJECTS  # noqa: E402
 
 from kvfmt.build.paths import build_dir  # noqa: E402
 from kvfmt.build.pins import get_pin  # noqa: E402

@@ -1,4 +1,4 @@
-// Feeds mutated saved states to a llama_context. A crash ends the process; the driver (run.py) goes on after it.
+// Feeds mutated saved states to a llama_context. A crash ends the process; the driver (fuzz_run.py) goes on after it.
 //
 //   state_fuzz make MODEL KV PROTECT FLASH N_SEQ PROFILE DIR                      writes DIR/{memory,context,session,sequence}
 //   state_fuzz run  MODEL KV PROTECT FLASH N_SEQ PROFILE DIR FROM TO SEED         mutates them; DIR/<kind>.marks: where the numbers are

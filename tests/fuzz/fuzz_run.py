@@ -1,6 +1,6 @@
 """Mutated saved states into the patched llama.cpp under AddressSanitizer: ``make fuzz``, or
 
-    python tests/fuzz/run.py --files 10000
+    python tests/fuzz/fuzz_run.py --files 10000
 
 Builds libllama with the sanitizer in a folder of its own (some ten minutes once), and the fuzzer against it. Each crash is
 counted once per place in the code, and the run goes on after it; the exit status is 1 if there was any.
@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from subjects import SUBJECTS, Subject, mark  # noqa: E402
+from fuzz_subjects import SUBJECTS, Subject, mark  # noqa: E402
 
 from kvfmt.build.compile import build_sanitized  # noqa: E402
 from kvfmt.build.console import console, step  # noqa: E402
@@ -51,9 +51,10 @@ def _environment() -> dict[str, str]:
 
 def _place(said: str) -> str:
     """Where it crashed: what was found, and the first functions of llama.cpp on the stack."""
-    what = re.search(r"(?:ERROR: AddressSanitizer: ([\w-]+)|state_fuzz: (.*)|GGML_ASSERT\((.*)\) failed|what\(\): *(.*)|Assertion '(.*)' failed)", said)
+    what = re.search(r"(?:ERROR: AddressSanitizer: ([^\n]{1,60})|state_fuzz: (.*)|GGML_ASSERT\((.*)\) failed|what\(\): *(.*)|Assertion '(.*)' failed)", said)
     frames = re.findall(r"#\d+ 0x[0-9a-f]+ in (\w[\w:~]*)[^\n]*?/(?:src|ggml/src|ggml)/([\w./-]+:\d+)", said)
     named = next((group for group in what.groups() if group), "") if what else said.strip()[-300:]
+    named = re.sub(r" on (unknown )?address.*|-?\d+\.\d+|0x[0-9a-f]+", "", named)
     return named + "".join(f"\n    {function} {place}" for function, place in frames[:4])
 
 
@@ -75,8 +76,9 @@ def fuzz(fuzzer: Path, subject: Subject, folder: Path, first: int, last: int, se
         if not (folder / "at").exists():
             raise RuntimeError(f"{subject.name}: the fuzzer does not start\n{done.stderr[-3000:]}")
         at = int.from_bytes((folder / "at").read_bytes(), "little")
-        crashes[f"{_place(done.stderr)}\n    first with --only {SUBJECTS.index(subject)} --from {at} --seed {seed}" if not any(_place(done.stderr) in c for c in crashes)
-                else next(c for c in crashes if _place(done.stderr) in c)] += 1
+        place = _place(done.stderr)
+        known = next((crash for crash in crashes if crash.startswith(place)), None)
+        crashes[known or f"{place}\n    first with --only {SUBJECTS.index(subject)} --from {at} --seed {seed}"] += 1
         if crashes.total() >= MOST_CRASHES:
             break
         first = at + 1
