@@ -240,7 +240,9 @@ def convert(
         done = work.convert_state(file, output, request, threads, update)
     before, after = done.before, done.after
     bits = " -> ".join(f"{8 * found.cache_bytes / found.values:.3f}" for found in (before, after))
-    console.print(f"{before.size:,} -> {after.size:,} bytes, {before.size / after.size:.2f} times smaller; K and V {bits} bits/value")
+    ratio = before.size / after.size
+    size = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+    console.print(f"{before.size:,} -> {after.size:,} bytes, {size}; K and V {bits} bits/value")
     console.print(f"{done.seconds:.2f} s, {before.size / 1e6 / done.seconds:.0f} MB/s of input")
     step(f"converted state: {output}")
 
