@@ -165,7 +165,10 @@ def _facts(layout: StateLayout, model: Model | None) -> list[_CacheFacts]:
                     f"the state describes layers {runs[0].first} to {runs[-1].last}, {model.name} has {numbers[0]} to {numbers[-1]} there", "The state was saved with another model."
                 )
         else:
-            numbers = description.numbers(len(types)) if description else None
+            numbers = description.numbers(len(types)) if description else tuple(range(len(types)))
+            if numbers is None and len(streams) == 1:
+                raise StateError("the model has layers without a cache between the others, and the state does not say which", "Give the model: --model model.gguf")
+            # Of two caches without the model only what needs no numbers is converted.
             numbers = numbers or tuple(range(len(types)))
         found.append(_CacheFacts(cache, description, numbers, owned, types, values))
     return found
