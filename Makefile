@@ -3,18 +3,20 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
+FUZZ_ARGS ?= --files 10000
 
 # Named after what was installed, so that a change of the pins installs again and nothing else does.
 PINS   := $(shell cat requirements.txt pyproject.toml | cksum | tr ' ' -)
 READY  := $(VENV)/.ready-$(PINS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-arm check clean
+.PHONY: help setup build demo test test-arm fuzz check clean
 
 help:
 	@echo "make demo    build llama.cpp with the kvfmt types and show them on a small model"
 	@echo "make test    the tests"
 	@echo "make test-arm the kvq code on 64-bit ARM under qemu (Debian: g++-aarch64-linux-gnu qemu-user)"
+	@echo "make fuzz    10,000 mutated saved states into llama.cpp under AddressSanitizer (builds it once, some ten minutes)"
 	@echo "make build   only the build"
 	@echo "make check   what is generated equals what is committed"
 	@echo "make clean   remove .venv and build/ (downloads stay in the cache)"
@@ -43,6 +45,9 @@ test: build
 
 test-arm: build
 	$(BIN)/python -m pytest -q tests/arm/arm_parity.py $(PYTEST_ARGS)
+
+fuzz: $(READY)
+	$(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
 
 check: $(READY)
 	$(BIN)/python -m cpp_patch.generate --check

@@ -14,7 +14,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from bench.ggml_cpu import Encoders
+from kvfmt.ggml_cpu import Encoders
 from kvfmt.build.console import console, progress
 from kvfmt.errors import KvfmtError
 from kvfmt.policy import CacheType, parse_kv

@@ -1,21 +1,6 @@
-"""One sequence's KV cache as llama.cpp saves it: ``llama_state_seq_get_data``, read and written byte for byte.
+"""One sequence's KV cache as llama.cpp saves it, ``llama_state_seq_get_data``, as arrays and back, byte for byte.
 
-The layout, all little-endian (``state_seq_get_data`` and ``llama_kv_cache::state_write`` of the pinned llama.cpp)::
-
-    u32 0xaf143cd8, i32 sequence it was saved from
-    cache          one, or two for models with sliding-window layers: the full layers' first
-      [u32 "KVP1", u32 n, n bytes]   only if the cache is not one that upstream could have made
-      u32 n_stream
-      per stream   u32 n_cells; nothing more if it is 0
-        per cell   i32 position, u32 1, i32 sequence
-        u32 v_trans, u32 n_layer
-        per layer  K: i32 type, u64 bytes of a cell's row, rows [n_cells, row]
-        per layer  V: the same, or with v_trans: i32 type, u32 bytes of an element, u32 n_values,
-                   elements [n_values, n_cells]
-
-v_trans is set when flash attention is off. The layers have no numbers: they come in the order of the
-model's layers that own KV in that cache. Cells with more than one position (M-RoPE) and recurrent
-states have other layouts and are refused.
+For a state that fits in memory; ``state_layout`` has the layout, and reads files of any size.
 """
 
 from __future__ import annotations
@@ -25,23 +10,12 @@ import struct
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType
 
-from kvfmt import registry
-from kvfmt.errors import KvfmtError
-from kvfmt.policy import STOCK
+from converters.state_bytes import BytesSource, StateError
+from converters.state_layout import CELL, IO_MAGIC, KINDS, MAGIC, SideLayout, StreamLayout, read_layout, type_name
 
-#: "KVP1", LLAMA_KV_POLICY_STATE_MAGIC of the patched llama.cpp.
-MAGIC = 0x3150564B
-#: What begins every sequence's state in memory (llama_context's io_magic).
-IO_MAGIC = 0xAF143CD8
-#: The patched reader takes no longer description.
-MAX_DESCRIPTION = 64 * 1024
-CELL = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
-
-
-class StateError(KvfmtError):
-    """A saved sequence that is damaged, or of another kind than was expected."""
+__all__ = ["Cache", "Side", "State", "StateError", "Stream", "read", "saved", "write"]
 
 
 def saved(context) -> bytes:
@@ -124,125 +98,27 @@ class State:
     caches: tuple[Cache, ...]
 
 
-class _Reader:
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = memoryview(data), 0
-
-    def take(self, n: int, what: str) -> memoryview:
-        if n > len(self.data) - self.at:
-            raise StateError(
-                f"the state ends at byte {len(self.data)}, within {what}: {n} bytes were to follow byte {self.at}",
-                "It was cut off, or is not a saved sequence. Save it again.",
-            )
-        self.at += n
-        return self.data[self.at - n : self.at]
-
-    def number(self, code: str, what: str) -> int:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
-
-
-def type_name(type_id: int) -> str:
-    """Name of a ggml type, or its number."""
-    for fmt in registry.all_formats():
-        if fmt.spec.type_id == type_id:
-            return fmt.spec.name
-    try:
-        return GGMLQuantizationType(type_id).name.lower()
-    except ValueError:
-        return f"type {type_id}"
-
-
-def _block_bytes() -> dict[int, int]:
-    stock = {int(GGMLQuantizationType[n.upper()]): GGML_QUANT_SIZES[GGMLQuantizationType[n.upper()]][1] for n in STOCK}
-    return stock | {fmt.spec.type_id: fmt.spec.size for fmt in registry.all_formats()}
-
-
 def read(data: bytes) -> State:
     """A saved sequence. ``write(read(data)) == data``. Raises StateError, which says at which byte and why."""
-    reader = _Reader(data)
-    if not data:
-        raise StateError("the state is empty", "Save it with llama_state_seq_get_data.")
-    magic = reader.number("I", "the magic")
-    if magic != IO_MAGIC:
-        raise StateError(
-            f"the state begins with 0x{magic:08x}, not with 0x{IO_MAGIC:08x}", "It is not what llama_state_seq_get_data writes."
-        )
-    sequence = reader.number("i", "the sequence")
-    caches = []
-    while reader.at < len(data):
-        if len(caches) == 2:
-            raise StateError(
-                f"{len(data) - reader.at} bytes follow the second cache, at byte {reader.at}",
-                "No model with more than two KV caches is known; recurrent states are not read here.",
-            )
-        caches.append(_read_cache(reader))
-    if not caches:
-        raise StateError("the state ends before its first cache", "It was cut off. Save it again.")
-    return State(sequence, tuple(caches))
+    source = BytesSource(data)
+    layout = read_layout(source)
+    if layout.kind != "memory":
+        raise StateError(f"the state is a {KINDS[layout.kind]}", "Give what llama_state_seq_get_data writes.")
+    return State(layout.sequence, tuple(Cache(tuple(_stream(source, s) for s in cache.streams), cache.description) for cache in layout.caches))
 
 
-def _read_cache(reader: _Reader) -> Cache:
-    start = reader.at
-    first, description = reader.number("I", "the number of streams"), None
-    if first == MAGIC:
-        size = reader.number("I", "the size of the description")
-        if size > MAX_DESCRIPTION:
-            raise StateError(f"a description of {size} bytes at byte {start}", f"At most {MAX_DESCRIPTION}: the state is damaged.")
-        raw = bytes(reader.take(size, "the description"))
-        try:
-            description = raw.decode("utf-8")
-        except UnicodeDecodeError:
-            raise StateError(f"the description at byte {start} is not text", "The state is damaged.") from None
-        first = reader.number("I", "the number of streams")
-    if not 1 <= first <= 256:
-        raise StateError(
-            f"{first} streams at byte {reader.at - 4}", "1 to 256 are possible: this is not a saved KV cache, or another version's."
-        )
-    return Cache(tuple(_read_stream(reader) for _ in range(first)), description)
-
-
-def _read_stream(reader: _Reader) -> Stream | None:
-    n_cells = reader.number("I", "the number of cells")
-    if n_cells == 0:
+def _stream(source: BytesSource, stream: StreamLayout | None) -> Stream | None:
+    if stream is None:
         return None
-    cells = np.frombuffer(reader.take(n_cells * CELL.itemsize, f"the {n_cells} cells"), CELL)
-    if (cells["n_seq"] != 1).any() or (cells["pos"] < 0).any():
-        raise StateError(
-            f"the cells before byte {reader.at} are not one position and one sequence each",
-            "Whole-context states, M-RoPE models and damaged states are not read here.",
-        )
-    transposed = reader.number("I", "the transposition of V")
-    n_layer = reader.number("I", "the number of layers")
-    if transposed > 1 or not 1 <= n_layer <= 1024:
-        raise StateError(f"v_trans {transposed} and {n_layer} layers at byte {reader.at - 8}", "The state is damaged.")
-    sizes = _block_bytes()
-    k = tuple(_read_side(reader, n_cells, False, sizes, f"K of layer {i}") for i in range(n_layer))
-    # A cache without V (multi-head latent attention) ends here.
-    n_v = n_layer if reader.at < len(reader.data) else 0
-    v = tuple(_read_side(reader, n_cells, bool(transposed), sizes, f"V of layer {i}") for i in range(n_v))
-    return Stream(cells["pos"].copy(), cells["seq"].copy(), k, v, bool(transposed))
+    cells = np.frombuffer(source.read(stream.cells_at, stream.cells_end - stream.cells_at, "the cells"), CELL)
+    k, v = (tuple(_side(source, side) for side in sides) for sides in (stream.k, stream.v))
+    return Stream(cells["pos"].copy(), cells["seq"].copy(), k, v, stream.transposed)
 
 
-def _read_side(reader: _Reader, n_cells: int, transposed: bool, sizes: dict[int, int], what: str) -> Side:
-    type_id = reader.number("i", f"the type of {what}")
-    if type_id not in sizes:
-        raise StateError(f"{what} has type {type_id} at byte {reader.at - 4}", "No cache has it: the state is damaged, or another version's.")
-    if transposed:
-        element, values = reader.number("I", f"the element size of {what}"), reader.number("I", f"the width of {what}")
-        if element != sizes[type_id] or values == 0:
-            raise StateError(
-                f"{what}: {values} elements of {element} bytes, but {type_name(type_id)} has {sizes[type_id]}", "The state is damaged."
-            )
-        raw, shape = reader.take(n_cells * element * values, f"the values of {what}"), (values, n_cells, element)
-    else:
-        row = reader.number("Q", f"the row size of {what}")
-        if row == 0 or row % sizes[type_id]:
-            raise StateError(
-                f"{what}: rows of {row} bytes are not whole blocks of {type_name(type_id)}, {sizes[type_id]} bytes each",
-                "The state is damaged.",
-            )
-        raw, shape = reader.take(n_cells * row, f"the values of {what}"), (n_cells, row)
-    return Side(type_id, np.frombuffer(raw, np.uint8).reshape(shape), transposed)
+def _side(source: BytesSource, side: SideLayout) -> Side:
+    data = np.frombuffer(source.read(side.at, side.nbytes, "the values"), np.uint8)
+    shape = (side.values, side.cells, side.type.size) if side.transposed else (side.cells, side.row_bytes)
+    return Side(side.type.type_id, data.reshape(shape), side.transposed)
 
 
 def write(state: State) -> bytes:

@@ -208,6 +208,73 @@ def fold(
     step(f"folded model: {output}")
 
 
+@app.command()
+@plain_errors
+def convert(
+    file: Path = typer.Argument(..., help="a session, --prompt-cache, slot or sequence file, or a state out of memory"),
+    output: Path = typer.Option(..., "--output", "-o", help="the converted state"),
+    k: str = typer.Option("f16", "--k", help="type of the K cache, as -ctk"),
+    v: str = typer.Option("f16", "--v", help="type of the V cache, as -ctv"),
+    protect: Optional[int] = typer.Option(None, help="first and last layers that stay f16, as --kv-protect; default: what llama.cpp does by itself"),
+    profile: Optional[Path] = typer.Option(None, help="calibration profile of the new cache, as --kv-profile; one with types replaces --k and --v"),
+    source_profile: Optional[Path] = typer.Option(None, help="the profile that FILE was saved under, if it is not --profile"),
+    model: Optional[str] = typer.Option(None, help="the model, a GGUF or a name of `kvfmt models list`; only asked for where the state does not say enough"),
+    flash_attn: Optional[bool] = typer.Option(None, "--flash-attn/--no-flash-attn", help="of the context that the state is for; default: as FILE, on if V is quantized"),
+    threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
+) -> None:
+    """Convert a saved state to other cache types: it restores into a context of those types and goes on from there."""
+    from converters import convert_state as work
+    from converters.conversion_plan import Request
+    from converters.model_layers import read_model_layers
+    from kvfmt.build.console import progress, step
+    from kvfmt.build.models import fetch_model, load_models
+    from kvfmt.policy import cache_type
+    from kvfmt.profile import Profile, read_model
+
+    shape = None
+    target, source = (None if path is None else Profile.read(path) for path in (profile, source_profile))
+    if model is not None:
+        path = fetch_model(model) if model in load_models() else Path(model).expanduser()
+        shape = read_model_layers(read_model(path))
+        for found in (target, source):
+            if found is not None:
+                found.check_model(path)
+    request = Request(cache_type(k), cache_type(v), protect, flash_attn, target, source, shape)
+    with progress(f"converting {file.name}", 0, "bytes") as update:
+        done = work.convert_state(file, output, request, threads, update)
+    before, after = done.before, done.after
+    bits = " -> ".join(f"{8 * found.cache_bytes / found.values:.3f}" for found in (before, after))
+    ratio = before.size / after.size
+    size = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
+    console.print(f"{before.size:,} -> {after.size:,} bytes, {size}; K and V {bits} bits/value")
+    console.print(f"{done.seconds:.2f} s, {before.size / 1e6 / done.seconds:.0f} MB/s of input")
+    step(f"converted state: {output}")
+
+
+@app.command()
+@plain_errors
+def inspect(file: Path = typer.Argument(..., help="what llama.cpp saved: a session, a slot, a state; or a GGUF file")) -> None:
+    """Show what is in a saved state: types, cells, layers, bytes, bits per value, rotation, profile."""
+    from converters.state_bytes import FileSource
+    from converters.state_layout import GGUF, read_layout
+    from converters.state_view import facts, layer_table
+    from kvfmt.gguf_read import read_gguf
+    from kvfmt.profile import ARCHITECTURE
+
+    with FileSource(file) as source:
+        if source.size >= 4 and int.from_bytes(source.read(0, 4, "the magic"), "little") == GGUF:
+            found = read_gguf(file, lambda key: key == "general.architecture")
+            if found.architecture == ARCHITECTURE:
+                console.print(f"a calibration profile; kvfmt profile show {_plain(str(file))}", soft_wrap=True)
+            else:
+                console.print(f"a GGUF file of architecture '{_plain(found.architecture)}' with {len(found.tensors)} tensors: not a saved state")
+            return
+        layout = read_layout(source)
+    for what, value in facts(layout):
+        console.print(f"{what:9} {_plain(value)}", soft_wrap=True)
+    console.print(layer_table(layout))
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Measure KV cache types on models: fidelity, retrieval, speed."""

@@ -7,7 +7,7 @@ import pytest
 from blocks import assert_same_blocks
 
 from bench import encode_token
-from bench.ggml_cpu import Encoders
+from kvfmt.ggml_cpu import Encoders
 from kvfmt import registry
 from kvfmt.errors import MissingTool
 from kvfmt.policy import cache_type

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvfmt.build import console
 from kvfmt.build.cuda import CudaBuild, measured
 from kvfmt.build.fetch import require_space
-from kvfmt.build.flags import FLAGS
+from kvfmt.build.flags import FLAGS, SANITIZED_FLAGS
 from kvfmt.build.paths import build_dir
 from kvfmt.build.pins import Pin
 from kvfmt.errors import BuildFailed, MissingTool
@@ -88,11 +88,22 @@ def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None, 
     if first and cuda:
         needed += CUDA_BYTES * len(cuda.architectures.split(";"))
     require_space(home, needed, "Compiling llama.cpp")
-    _configure(home / "src" / "vendor" / "llama.cpp", folder, cuda.flags if cuda else ())
+    _configure(home / "src" / "vendor" / "llama.cpp", folder, (*FLAGS, *(cuda.flags if cuda else ())))
     _ninja(folder, targets, jobs)
     if cuda:
         for line in measured(folder).lines():
             console.step(line)
+    return folder / "bin"
+
+
+def build_sanitized(pin: Pin, *, jobs: int | None = None) -> Path:
+    """libllama under AddressSanitizer, in a folder of its own; returns the folder with the libraries. Raises what ``build_tools`` raises."""
+    home = build_dir(pin.name)
+    folder = home / "cmake-asan"
+    check_compilers()
+    require_space(home, REBUILD_BYTES, "Compiling llama.cpp with AddressSanitizer")
+    _configure(home / "src" / "vendor" / "llama.cpp", folder, SANITIZED_FLAGS)
+    _ninja(folder, ("llama",), jobs)
     return folder / "bin"
 
 
@@ -104,8 +115,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return {"CCACHE_BASEDIR": str(folder.parent), **os.environ, **chosen}
 
 
-def _configure(source: Path, folder: Path, more: tuple[str, ...] = ()) -> None:
-    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *FLAGS, *more]
+def _configure(source: Path, folder: Path, flags: tuple[str, ...]) -> None:
+    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *flags]
     command.append(f"-DCMAKE_MAKE_PROGRAM={program('ninja')}")
     wanted = json.dumps({"command": command, "cc": os.environ.get("CC"), "cxx": os.environ.get("CXX")})
     stamp = folder / STAMP
