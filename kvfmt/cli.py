@@ -163,6 +163,58 @@ def profile_show(file: Path = typer.Argument(..., help="what `kvfmt calibrate` w
     console.print(profile_view.summary(profile))
 
 
+@profile_app.command("attach")
+@plain_errors
+def profile_attach(
+    model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
+    profile: Optional[Path] = typer.Argument(None, help="what `kvfmt calibrate` or `kvfmt tune` wrote; none: only the types that --kv says"),
+    output: Path = typer.Option(..., "--output", "-o", help="the model with the profile; may be the model itself"),
+    kv: Optional[str] = typer.Option(None, help="types that the profile then chooses, e.g. kvt3/kve8_2; default: what it says, if anything"),
+    protect: Optional[int] = typer.Option(None, min=0, help="with --kv: layers at each end that stay f16; default: as llama.cpp chooses"),
+    statistics: bool = typer.Option(False, help="keep the statistics that the maps were made from"),
+    replace: bool = typer.Option(False, help="take the place of a profile that is there"),
+) -> None:
+    """Put a profile, or types for each layer, into a model's file: `--kv-profile auto` finds it there."""
+    # kvfmt imports nothing of converters, which builds on it; only this command calls it.
+    from converters import attach as work
+    from kvfmt.build.console import progress, step
+    from kvfmt.errors import KvfmtError
+    from kvfmt.profile import Profile
+    from kvfmt.subjects import find_model
+
+    path = find_model(model).path
+    if profile is None and kv is None:
+        raise KvfmtError("there is nothing to attach", "Name a profile, or types with --kv.")
+    if protect is not None and kv is None:
+        raise KvfmtError("--protect says which layers do not get the types of --kv, which is missing", "Give both.")
+    made = Profile.read(profile) if profile is not None else work.policy_of(path)
+    if kv is not None:
+        made = work.with_types(made, path, kv, protect)
+    with progress(f"copying {path.name}", path.stat().st_size, "bytes") as update:
+        work.attach(path, made, output, statistics, replace, update)
+    how = "--kv-profile auto" if made.types_k is not None else "-ctk, -ctv and --kv-profile auto"
+    step(f"{output}: carries profile {made.hash[:16]}; run it with {how}")
+
+
+@profile_app.command("detach")
+@plain_errors
+def profile_detach(
+    model: Path = typer.Argument(..., help="a GGUF file that carries a profile"),
+    output: Path = typer.Option(..., "--output", "-o", help="the model without it; may be the model itself"),
+    save: Optional[Path] = typer.Option(None, help="write the profile to this file"),
+) -> None:
+    """Take a profile off a model's file, which is then the original again, byte for byte."""
+    from converters import attach as work
+    from kvfmt.build.console import progress, step
+    from kvfmt.gguf_read import GgufError
+
+    if not model.is_file():
+        raise GgufError(f"no file {model}", "Check the name.")
+    with progress(f"copying {model.name}", model.stat().st_size, "bytes") as update:
+        work.detach(model, output, save, update)
+    step(f"{output}: without a profile")
+
+
 @app.command()
 @plain_errors
 def fold(
