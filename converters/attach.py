@@ -8,7 +8,6 @@ byte for byte. A policy is a profile without maps: it only says which types each
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from pathlib import Path
 from typing import Callable, Optional
 
@@ -68,11 +67,8 @@ def attach(
         raise KvfmtError(f"{file.name} carries a profile already", "Say --replace, or take it off first: kvfmt profile detach")
     check_padding(file)
     if not statistics:
-        profile = dataclasses.replace(profile, statistics={})
-    with tempfile.TemporaryDirectory(prefix="kvfmt-") as scratch:
-        whole = Path(scratch) / "profile.gguf"
-        profile.write(whole)
-        data = whole.read_bytes()
+        profile = profile.without_statistics()
+    data = profile.content()
     _copy(file, target, [words_entry(ATTACHED, data), u64_entry(ATTACHED_BYTES, len(data)), string_entry(ATTACHED_HASH, profile.hash)], update)
 
 

@@ -13,9 +13,11 @@ Maps contain whatever Hadamard they want. ``blk.{il}.kv_stat.*`` are the statist
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -120,6 +122,17 @@ class Profile:
         """What llama.cpp holds in memory beside the cache: means and maps."""
         return sum(maps.nbytes for maps in self.maps.values())
 
+    def without_statistics(self) -> Profile:
+        """What llama.cpp reads of it; the hash is the same."""
+        return dataclasses.replace(self, statistics={})
+
+    def content(self) -> bytes:
+        """The file as bytes, as ``write`` writes it."""
+        with tempfile.TemporaryDirectory(prefix="kvfmt-") as scratch:
+            path = Path(scratch) / "profile.gguf"
+            self._write(path)
+            return path.read_bytes()
+
     def write(self, path: Path) -> None:
         """Writes the file whole or not at all. Raises KvfmtError if the folder cannot be written to."""
         path = Path(path)
@@ -171,10 +184,15 @@ class Profile:
         file = read_gguf(Path(path))
         try:
             if file.architecture != ARCHITECTURE and (carried := attached(file)) is not None:
-                return _read(parse_gguf("the attached profile", memoryview(carried)))
-            return _read(file)
+                return cls.of(parse_gguf("the attached profile", memoryview(carried)))
+            return cls.of(file)
         except ProfileError as error:
             raise ProfileError(f"{file.name}: {error.message}", error.hint) from None
+
+    @classmethod
+    def of(cls, file: GgufFile) -> Profile:
+        """The profile that an open file is. Raises ProfileError that says what is wrong."""
+        return _read(file)
 
     def check_model(self, model: Path) -> None:
         """Raises ProfileError, which names what differs, if the profile is not for this model (a GGUF) or not for this build."""
