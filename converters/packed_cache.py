@@ -140,6 +140,16 @@ class PackedFile:
     interleaved: bool
     file: GgufFile
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(math.prod(layer.shape) * store.row_bytes for layer in self.layers if layer for _, store in layer.sides)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Of all blocks, padding counted."""
+        return 8 * self.nbytes / sum(math.prod(layer.shape) * store.size for layer in self.layers if layer for _, store in layer.sides)
+
     def rows(self, layer: int, side: str) -> np.ndarray:
         """The bytes of one side ("k" or "v"), uint8 [batch, heads, tokens, row bytes], read-only and mapped, not copied."""
         store, shape = self._side(layer, side)

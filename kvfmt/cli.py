@@ -217,6 +217,46 @@ def profile_detach(
 
 @app.command()
 @plain_errors
+def pack(
+    dump: Path = typer.Argument(..., help="keys and values of each layer: an .npz or a .safetensors file"),
+    output: Path = typer.Option(..., "--output", "-o", help="the packed cache, a GGUF file"),
+    kv: Optional[str] = typer.Option(None, help="types of K and V, e.g. kvq3/kvq2; none: those that the profile chooses"),
+    protect: Optional[int] = typer.Option(None, min=0, help="layers at each end that stay f16; default: as llama.cpp chooses"),
+    profile: Optional[Path] = typer.Option(None, help="store under the maps of this profile"),
+    interleaved: bool = typer.Option(False, help="keys come from transformers and a model of the llama family: store them in llama.cpp's order"),
+) -> None:
+    """Pack a dump of keys and values into a GGUF file of kvfmt types."""
+    from converters import cache_import as work, packed_cache
+    from kvfmt.build.console import progress, step
+    from kvfmt.profile import Profile
+
+    found = work.open_dump(dump)
+    with progress(f"packing {found.name}", found.layers) as update:
+        work.pack(found, output, kv, protect, Profile.read(profile) if profile else None, interleaved, update)
+    made = packed_cache.read_cache(output)
+    step(f"{output}: {made.nbytes} bytes of blocks, {made.bits_per_value:.3f} bits/value")
+
+
+@app.command()
+@plain_errors
+def unpack(
+    file: Path = typer.Argument(..., help="a packed cache, what `kvfmt pack` wrote"),
+    output: Path = typer.Option(..., "--output", "-o", help="an .npz or a .safetensors file"),
+    profile: Optional[Path] = typer.Option(None, help="the profile that it was written under, if not the one that it carries"),
+) -> None:
+    """Decode a packed cache to float32 arrays."""
+    from converters import cache_import as work, packed_cache
+    from kvfmt.build.console import progress, step
+    from kvfmt.profile import Profile
+
+    found = packed_cache.read_cache(file, Profile.read(profile) if profile else None)
+    with progress(f"unpacking {file.name}", 1) as update:
+        work.unpack(found, output, update)
+    step(f"{output}: {sum(layer is not None for layer in found.layers)} layers")
+
+
+@app.command()
+@plain_errors
 def fold(
     model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
     output: Path = typer.Option(..., "--output", "-o", help="the folded model"),

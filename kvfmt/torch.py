@@ -9,10 +9,12 @@ instead of being asked with turned queries, which is the same scores.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
 
+import numba
 import numpy as np
 
 from kvfmt.bindings import DEFAULT_KV
@@ -32,6 +34,17 @@ ROOM, PART = 64, 8
 INTERLEAVED = ("llama", "mistral", "mixtral")
 #: Layer types of transformers' configurations that a layer here serves.
 SERVED = ("full_attention", "sliding_attention")
+
+
+@contextmanager
+def _one_kernel_thread() -> Iterator[None]:
+    """Numba's threads and torch's take turns at waiting for each other, busily: with both, a step took a hundred times as long."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,8 @@ class PackedSide:
     def append(self, states: torch.Tensor) -> None:
         """Encodes and stores states [batch, heads, tokens, size]. Raises KvfmtError for another shape than before."""
         x = states.detach().to("cpu", torch.float32).numpy()
-        made = torch.from_numpy(self.store.encode(x))
+        with _one_kernel_thread():
+            made = torch.from_numpy(self.store.encode(x))
         batch, heads, tokens, row = made.shape
         if self.packed is not None and self.packed.shape[:2] != (batch, heads):
             raise KvfmtError(
@@ -85,7 +99,8 @@ class PackedSide:
 
     def read(self, like: torch.Tensor) -> torch.Tensor:
         """All tokens, decoded, [batch, heads, length, size], in the type and on the device of ``like``."""
-        x = torch.from_numpy(self.store.unpack(self.rows.numpy()))
+        with _one_kernel_thread():
+            x = torch.from_numpy(self.store.unpack(self.rows.numpy()))
         if self._back is None:
             self._back = tuple(None if m is None else torch.from_numpy(m) for m in (self.store.back, self.store.offset))
         back, offset = self._back
@@ -161,8 +176,8 @@ class PackedLayer(CacheLayerMixin):
     prefetch = offload
 
     def reset(self) -> None:
-        self.k = self.v = None
-        self.is_initialized = False
+        for side in self.sides:
+            side.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens. Raises ValueError for a positive number, as transformers' caches do."""
