@@ -29,7 +29,7 @@ def policy_of(model: Path) -> Profile:
     file = read_model(model)
     layers = layers_of(file)
     none = ("",) * layers
-    return Profile(file.name, file.architecture, layers, fingerprint_of(file), none, none, {})
+    return Profile(f"policy of {file.name}", file.architecture, layers, fingerprint_of(file), none, none, {})
 
 
 def with_types(profile: Profile, model: Path, kv: str, protect: int | None = None) -> Profile:

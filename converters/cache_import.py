@@ -46,7 +46,8 @@ class Dump:
 
 def role_of(name: str) -> tuple[int, str] | None:
     """(layer, "k" or "v") that the name of an array says; None if it says none, or more than one."""
-    parts = re.findall(r"\d+|[a-z]+", name.lower())
+    # "past_key_values" is what transformers calls the whole cache.
+    parts = re.findall(r"\d+|[a-z]+", name.lower().replace("key_values", ""))
     numbers = [int(part) for part in parts if part.isdigit()]
     sides = {_WORDS[part] for part in parts if part in _WORDS}
     return (numbers[0], sides.pop()) if len(numbers) == 1 and len(sides) == 1 and numbers[0] < MAX_LAYERS else None

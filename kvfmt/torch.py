@@ -72,17 +72,22 @@ class PackedSide:
         self.length = 0
         self._back: Optional[tuple[torch.Tensor, ...]] = None
 
-    def append(self, states: torch.Tensor) -> None:
-        """Encodes and stores states [batch, heads, tokens, size]. Raises KvfmtError for another shape than before."""
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        """States [batch, heads, tokens, size] as bytes. Raises KvfmtError for another shape than before."""
         x = states.detach().to("cpu", torch.float32).numpy()
         with _one_kernel_thread():
             made = torch.from_numpy(self.store.encode(x))
-        batch, heads, tokens, row = made.shape
+        batch, heads = made.shape[:2]
         if self.packed is not None and self.packed.shape[:2] != (batch, heads):
             raise KvfmtError(
                 f"{batch} sequences of {heads} heads were to be appended to {self.packed.shape[0]} of {self.packed.shape[1]}",
                 "Reset the cache, or use one for each batch.",
             )
+        return made
+
+    def append(self, made: torch.Tensor) -> None:
+        """Stores what ``encode`` made."""
+        batch, heads, tokens, row = made.shape
         end = self.length + tokens
         if self.packed is None or end > self.packed.shape[2]:
             grown = torch.zeros((batch, heads, end + max(ROOM, end // PART), row), dtype=torch.uint8)
@@ -151,8 +156,10 @@ class PackedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[:3] != value_states.shape[:3]:
             raise KvfmtError(f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} are not of the same tokens", "Give [batch, heads, tokens, size].")
-        self.k.append(key_states)
-        self.v.append(value_states)
+        # Both or none: a layer whose keys and values are of different tokens would be read as garbage.
+        made = self.k.encode(key_states), self.v.encode(value_states)
+        for side, rows in zip(self.sides, made):
+            side.append(rows)
         return self.k.read(key_states), self.v.read(value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
