@@ -113,12 +113,12 @@ def fidelity(model_name: str, text: str, count: int, caches: list[Cache]) -> Non
                 else:
                     rows.append({"engine": "llama.cpp", "cache": cache.title, "bits": bits, **_score(llama["f16"], made, targets)})
                 update(done + 1, len(caches))
-    for row, made in transformers_rows(subject.path, tokens, first, caches, llama["f16"]):
-        rows.append(row)
+    rows += transformers_rows(subject.path, tokens, first, caches, llama["f16"])
     _save("fidelity", [{"model": model_name, "text": text, "tokens": count, "scored": len(targets), "step": STEP, "rows": rows}])
 
 
-def transformers_rows(path: Path, tokens: np.ndarray, first: int, caches: list[Cache], native: np.ndarray) -> Iterator[tuple[dict, np.ndarray]]:
+def transformers_rows(path: Path, tokens: np.ndarray, first: int, caches: list[Cache], native: np.ndarray) -> Iterator[dict]:
+    """A row for each cache in transformers, the first f16 against ``native``, llama.cpp's logits with f16."""
     import torch
 
     from kvfmt.torch import PackedCache, logits, open_gguf
@@ -147,10 +147,10 @@ def transformers_rows(path: Path, tokens: np.ndarray, first: int, caches: list[C
             made = run(cache)
             if base is None:
                 base = made
-                yield {"engine": "transformers against llama.cpp", "cache": "f16", "bits": 16.0, **_score(native, made, targets)}, made
+                yield {"engine": "transformers against llama.cpp", "cache": "f16", "bits": 16.0, **_score(native, made, targets)}
             else:
                 bits = cache.memory().bits_per_value if isinstance(cache, PackedCache) else 8 * storage(cache) / values
-                yield {"engine": "transformers", "cache": title, "bits": bits, **_score(base, made, targets)}, made
+                yield {"engine": "transformers", "cache": title, "bits": bits, **_score(base, made, targets)}
             update(done + 1, len(jobs))
 
 

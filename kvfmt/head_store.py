@@ -15,7 +15,6 @@ from typing import Optional, Sequence
 import numpy as np
 from gguf import GGMLQuantizationType, quants
 
-from kvfmt import registry
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_types import register
 from kvfmt.policy import CacheType, cache_type, layer_types, layout_fault

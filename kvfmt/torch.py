@@ -9,7 +9,6 @@ instead of being asked with turned queries, which is the same scores.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, Optional
@@ -28,23 +27,17 @@ try:
 except ImportError as error:
     raise MissingTool(f"{error.name or 'transformers'} is not installed", "Install the extra: pip install 'kvfmt[torch]'") from None
 
+# Numba would share torch's OpenMP threads. When they take turns each waits for the other, busily, and a step of the model took up
+# to a hundred times as long. Numba's own threads sleep. A choice that was made before, by the user, stands.
+if numba.config.THREADING_LAYER == "default":
+    numba.config.THREADING_LAYER = "workqueue"
+
 #: Tokens by which the room for packed bytes grows at least, and the part of its length by which it grows beyond that.
 ROOM, PART = 64, 8
 #: Families whose keys the converter to GGUF interleaves.
 INTERLEAVED = ("llama", "mistral", "mixtral")
 #: Layer types of transformers' configurations that a layer here serves.
 SERVED = ("full_attention", "sliding_attention")
-
-
-@contextmanager
-def _one_kernel_thread() -> Iterator[None]:
-    """Numba's threads and torch's take turns at waiting for each other, busily: with both, a step took a hundred times as long."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,7 @@ class PackedSide:
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """States [batch, heads, tokens, size] as bytes. Raises KvfmtError for another shape than before."""
         x = states.detach().to("cpu", torch.float32).numpy()
-        with _one_kernel_thread():
-            made = torch.from_numpy(self.store.encode(x))
+        made = torch.from_numpy(self.store.encode(x))
         batch, heads = made.shape[:2]
         if self.packed is not None and self.packed.shape[:2] != (batch, heads):
             raise KvfmtError(
@@ -104,8 +96,7 @@ class PackedSide:
 
     def read(self, like: torch.Tensor) -> torch.Tensor:
         """All tokens, decoded, [batch, heads, length, size], in the type and on the device of ``like``."""
-        with _one_kernel_thread():
-            x = torch.from_numpy(self.store.unpack(self.rows.numpy()))
+        x = torch.from_numpy(self.store.unpack(self.rows.numpy()))
         if self._back is None:
             self._back = tuple(None if m is None else torch.from_numpy(m) for m in (self.store.back, self.store.offset))
         back, offset = self._back
