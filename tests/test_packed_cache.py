@@ -363,7 +363,7 @@ def changed(small, tmp_path, key: str, value) -> str:
     [
         ("version", 2, "of version 2"), ("layers", 3, "2 entries for 3 layers"), ("layers", 0, "0 layers"), ("layers", None, "layers has GGUF type None"),
         ("types_k", ["kvq3", "kvq4"], "kvq4"), ("types_v", ["nonsense", "kvq2"], "nonsense"), ("types_v", ["", "kvq2"], "type ''"),
-        ("formats", ["kvq3=" + "0" * 64, "kvq2=" + "0" * 64], "another definition of kvq3"), ("head_k", [64, 100], "with rows of 128"),
+        ("formats", ["kvq3=" + "0" * 64, "kvq2=" + "0" * 64], "another definition of kvq3"), ("head_k", [64, 100], "with heads of 100 is stored"),
         ("head_k", [64, 0], "heads of 0"), ("domain_k", ["plain", "hadamard 64"], "said to be stored 'plain'"), ("domain_v", ["hadamard 64", "map"], "profile"),
     ],
 )
