@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 # Named after what was installed, so that a change of the pins installs again and nothing else does.
 PINS   := $(shell cat requirements.txt pyproject.toml | cksum | tr ' ' -)
 READY  := $(VENV)/.ready-$(PINS)
-# torch has builds for the CPU and for GPUs under one version: what is there, or what pip finds, is taken.
+# torch has builds for the CPU and for GPUs under one version: what is there, or what pip finds, is taken, after all else.
 TORCH  := torch==2.13.0
 TORCH_READY := $(VENV)/.torch-$(shell cat requirements.txt requirements-torch.txt pyproject.toml | cksum | tr ' ' -)
 
@@ -36,7 +36,7 @@ $(READY):
 setup: $(READY)
 
 $(TORCH_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-torch.txt
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || echo "transformers needs Python 3.11: kvfmt.torch is left out"
 	$(BIN)/python -c 'import sys, importlib.util as u; sys.exit(not (sys.version_info < (3, 11) or u.find_spec("torch")))' || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
