@@ -26,20 +26,20 @@ from typing import BinaryIO, Callable, Iterator, Mapping, Optional
 
 import numpy as np
 
+from converters.gguf_copy import CHUNK, string_entry, write_header
 from converters.row_scale import CannotScale, Rounding, can_scale, scale_rows
 from converters.same_model import Difference, difference
 from kvfmt.build.files import whole_file
 from kvfmt.build.fetch import SPARE_BYTES, require_space
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import pair_of
-from kvfmt.gguf_read import STRING, GgufFile
+from kvfmt.gguf_read import GgufFile
 from kvfmt.moments import LayerStatistics
 from kvfmt.pair_scaling import Scales, best_scales
 from kvfmt.profile import layers_of
 
 VERSION = "1"
 HASH = "kvfmt.fold.hash"
-CHUNK = 16 << 20
 #: Tokens that the folded model must predict as the unfolded one does. It may be this far from it on average, in nats, and this
 #: many times as far as the unfolded one is from itself: what a wrong pair of channels does is far more.
 CHECKED, NEAR, TIMES = 128, 1e-3, 4
@@ -276,13 +276,7 @@ def _write(file: GgufFile, plan: Plan, out: BinaryIO, update: Callable[[int, int
             out.write(file.data[at:end])
             update(end, len(file.data))
 
-    # magic, version and the number of tensors; the number of values; the values; the tensors.
-    out.write(file.data[:16])
-    out.write(struct.pack("<Q", len(file.types) + len(entries)))
-    copy(24, file.values_end)
-    out.write(b"".join(_entry(*entry) for entry in entries))
-    copy(file.values_end, file.infos_end)
-    out.write(bytes(-out.tell() % file.alignment))
+    write_header(file, out, [string_entry(*entry) for entry in entries])
     rounding, at = Rounding(), file.data_start
     for name in sorted(plan.factors, key=lambda name: file.tensors[name].offset):
         tensor, (factor, by_row) = file.tensors[name], plan.factors[name]
@@ -294,12 +288,6 @@ def _write(file: GgufFile, plan: Plan, out: BinaryIO, update: Callable[[int, int
         at = tensor.offset + made.size
     copy(at, len(file.data))
     return rounding
-
-
-def _entry(key: str, value: str) -> bytes:
-    """A string among a GGUF's metadata, as it stands in the file."""
-    name, text = key.encode("utf-8"), value.encode("utf-8")
-    return struct.pack("<Q", len(name)) + name + struct.pack("<IQ", STRING, len(text)) + text
 
 
 @dataclass(frozen=True)

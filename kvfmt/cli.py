@@ -167,6 +167,98 @@ def profile_show(file: Path = typer.Argument(..., help="what `kvfmt calibrate` w
     console.print(profile_view.summary(profile))
 
 
+@profile_app.command("attach")
+@plain_errors
+def profile_attach(
+    model: str = typer.Argument(..., help="a name of `kvfmt models list`, or a GGUF file"),
+    profile: Optional[Path] = typer.Argument(None, help="what `kvfmt calibrate` or `kvfmt tune` wrote; none: only the types that --kv says"),
+    output: Path = typer.Option(..., "--output", "-o", help="the model with the profile; may be the model itself"),
+    kv: Optional[str] = typer.Option(None, help="types that the profile then chooses, e.g. kvt3/kve8_2; default: what it says, if anything"),
+    protect: Optional[int] = typer.Option(None, min=0, help="with --kv: layers at each end that stay f16; default: as llama.cpp chooses"),
+    statistics: bool = typer.Option(False, help="keep the statistics that the maps were made from"),
+    replace: bool = typer.Option(False, help="take the place of a profile that is there"),
+) -> None:
+    """Put a profile, or types for each layer, into a model's file: `--kv-profile auto` finds it there."""
+    # kvfmt imports nothing of converters, which builds on it; only this command calls it.
+    from converters import attach as work
+    from kvfmt.build.console import progress, step
+    from kvfmt.errors import KvfmtError
+    from kvfmt.profile import Profile
+    from kvfmt.subjects import find_model
+
+    path = find_model(model).path
+    if profile is None and kv is None:
+        raise KvfmtError("there is nothing to attach", "Name a profile, or types with --kv.")
+    if protect is not None and kv is None:
+        raise KvfmtError("--protect says which layers do not get the types of --kv, which is missing", "Give both.")
+    made = Profile.read(profile) if profile is not None else work.policy_of(path)
+    if kv is not None:
+        made = work.with_types(made, path, kv, protect)
+    with progress(f"copying {path.name}", path.stat().st_size, "bytes") as update:
+        work.attach(path, made, output, statistics, replace, update)
+    how = "--kv-profile auto" if made.types_k is not None else "-ctk, -ctv and --kv-profile auto"
+    step(f"{output}: carries profile {made.hash[:16]}; run it with {how}")
+
+
+@profile_app.command("detach")
+@plain_errors
+def profile_detach(
+    model: Path = typer.Argument(..., help="a GGUF file that carries a profile"),
+    output: Path = typer.Option(..., "--output", "-o", help="the model without it; may be the model itself"),
+    save: Optional[Path] = typer.Option(None, help="write the profile to this file"),
+) -> None:
+    """Take a profile off a model's file, which is then the original again, byte for byte."""
+    from converters import attach as work
+    from kvfmt.build.console import progress, step
+    from kvfmt.gguf_read import GgufError
+
+    if not model.is_file():
+        raise GgufError(f"no file {model}", "Check the name.")
+    with progress(f"copying {model.name}", model.stat().st_size, "bytes") as update:
+        work.detach(model, output, save, update)
+    step(f"{output}: without a profile")
+
+
+@app.command()
+@plain_errors
+def pack(
+    dump: Path = typer.Argument(..., help="keys and values of each layer: an .npz or a .safetensors file"),
+    output: Path = typer.Option(..., "--output", "-o", help="the packed cache, a GGUF file"),
+    kv: Optional[str] = typer.Option(None, help="types of K and V, e.g. kvq3/kvq2; none: those that the profile chooses"),
+    protect: Optional[int] = typer.Option(None, min=0, help="layers at each end that stay f16; default: as llama.cpp chooses"),
+    profile: Optional[Path] = typer.Option(None, help="store under the maps of this profile"),
+    interleaved: bool = typer.Option(False, help="keys come from transformers and a model of the llama family: store them in llama.cpp's order"),
+) -> None:
+    """Pack a dump of keys and values into a GGUF file of kvfmt types."""
+    from converters import cache_import as work, packed_cache
+    from kvfmt.build.console import progress, step
+    from kvfmt.profile import Profile
+
+    found = work.open_dump(dump)
+    with progress(f"packing {found.name}", found.layers) as update:
+        work.pack(found, output, kv, protect, Profile.read(profile) if profile else None, interleaved, update)
+    made = packed_cache.read_cache(output)
+    step(f"{output}: {made.nbytes} bytes of blocks, {made.bits_per_value:.3f} bits/value")
+
+
+@app.command()
+@plain_errors
+def unpack(
+    file: Path = typer.Argument(..., help="a packed cache, what `kvfmt pack` wrote"),
+    output: Path = typer.Option(..., "--output", "-o", help="an .npz or a .safetensors file"),
+    profile: Optional[Path] = typer.Option(None, help="the profile that it was written under, if not the one that it carries"),
+) -> None:
+    """Decode a packed cache to float32 arrays."""
+    from converters import cache_import as work, packed_cache
+    from kvfmt.build.console import progress, step
+    from kvfmt.profile import Profile
+
+    found = packed_cache.read_cache(file, Profile.read(profile) if profile else None)
+    with progress(f"unpacking {file.name}", 1) as update:
+        work.unpack(found, output, update)
+    step(f"{output}: {sum(layer is not None for layer in found.layers)} layers")
+
+
 @app.command()
 @plain_errors
 def fold(

@@ -24,7 +24,7 @@ MAX_NAME = 65535
 
 #: GGUF's value types: struct code by number.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-U32, STRING, ARRAY = 4, 8, 9
+U32, STRING, ARRAY, U64 = 4, 8, 9, 10
 FLOATS = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2", GGMLQuantizationType.F64: "<f8"}
 
 
@@ -84,12 +84,14 @@ class GgufFile:
     """``metadata`` by key: int, float, bool, str, a list of str or an array of numbers. ``types``: GGUF's number of each value's
     type, of an array (9, type of its elements).
 
-    For a copy with other metadata: bytes [24, ``values_end``) are the metadata, [``values_end``, ``infos_end``) say what tensors there
-    are, the tensors' bytes begin at ``data_start``, a multiple of ``alignment``. ``data`` is the whole file, mapped."""
+    For a copy with other metadata: bytes [24, ``values_end``) are the metadata, each value with its key at ``spans`` [from, to) of them,
+    [``values_end``, ``infos_end``) say what tensors there are, the tensors' bytes begin at ``data_start``, a multiple of
+    ``alignment``. ``data`` is the whole file, mapped."""
 
     name: str
     metadata: dict[str, Any]
     types: dict[str, int | tuple[int, int]]
+    spans: dict[str, tuple[int, int]]
     tensors: dict[str, Tensor]
     values_end: int
     infos_end: int
@@ -155,10 +157,15 @@ def read_gguf(path: Path, wanted: Callable[[str], bool] = lambda key: True) -> G
         data = memoryview(np.memmap(path, np.uint8, "r"))
     except (OSError, ValueError) as error:
         raise GgufError(f"{path.name} cannot be read: {error}", "Check the file and its rights.") from None
+    return parse_gguf(path.name, data, wanted)
+
+
+def parse_gguf(name: str, data: memoryview, wanted: Callable[[str], bool] = lambda key: True) -> GgufFile:
+    """As ``read_gguf``, of bytes in memory; ``name`` is what errors call them."""
     try:
-        return _read(path.name, data, wanted)
+        return _read(name, data, wanted)
     except GgufError as error:
-        raise GgufError(f"{path.name}: {error.message}", error.hint) from None
+        raise GgufError(f"{name}: {error.message}", error.hint) from None
 
 
 def _read(name: str, data: memoryview, wanted: Callable[[str], bool]) -> GgufFile:
@@ -173,11 +180,14 @@ def _read(name: str, data: memoryview, wanted: Callable[[str], bool]) -> GgufFil
     n_values = reader.count(13, "metadata values")
     metadata: dict[str, Any] = {}
     types: dict[str, int | tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for _ in range(n_values):
+        start = reader.at
         key = reader.text("a key", MAX_NAME)
         if key in types:
             raise GgufError(f"the key {key!r} comes twice", "The file is damaged.")
         types[key], value = _value(reader, key, wanted(key))
+        spans[key] = (start, reader.at)
         if value is not None:
             metadata[key] = value
     values_end = reader.at
@@ -200,7 +210,7 @@ def _read(name: str, data: memoryview, wanted: Callable[[str], bool]) -> GgufFil
         if offset % alignment or start + offset > len(data):
             raise GgufError(f"tensor {title} is at byte {start + offset} of {len(data)}", "The file was cut off, or is damaged.")
         tensors[title] = Tensor(title, type_id, shape, start + offset, data)
-    return GgufFile(name, metadata, types, tensors, values_end, reader.at, start, alignment, data)
+    return GgufFile(name, metadata, types, spans, tensors, values_end, reader.at, start, alignment, data)
 
 
 def _value(reader: _Reader, key: str, wanted: bool) -> tuple[int | tuple[int, int], Any]:

@@ -13,9 +13,11 @@ Maps contain whatever Hadamard they want. ``blk.{il}.kv_stat.*`` are the statist
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -26,7 +28,7 @@ from gguf import GGUFWriter
 from kvfmt import registry
 from kvfmt.build.files import whole_file
 from kvfmt.errors import KvfmtError
-from kvfmt.gguf_read import ARRAY, STRING, U32, GgufFile, read_gguf
+from kvfmt.gguf_read import ARRAY, STRING, U32, U64, GgufFile, parse_gguf, read_gguf
 from kvfmt.moments import LayerStatistics
 from kvfmt.policy import cache_type, known_types
 
@@ -34,6 +36,11 @@ ARCHITECTURE = "kvfmt-profile"
 VERSION = 1
 #: More layers than any model has: a damaged count must not be believed.
 MAX_LAYERS = 4096
+#: What llama.cpp and the bindings take in place of a file's name: the profile that the model's own file carries.
+AUTO = "auto"
+#: Where a model's metadata has a whole profile, a GGUF file, as 64-bit little-endian words, and how many bytes of them it is. Words,
+#: because what prints or parses metadata does so element by element.
+ATTACHED, ATTACHED_BYTES = "kvfmt.attached.profile", "kvfmt.attached.profile_bytes"
 #: How far the product of a map and its inverse may be from the unit matrix, relative to the sizes of the terms that are summed:
 #: two roundings to f16 leave up to 2^-10.
 INVERSE = 0.005
@@ -115,6 +122,17 @@ class Profile:
         """What llama.cpp holds in memory beside the cache: means and maps."""
         return sum(maps.nbytes for maps in self.maps.values())
 
+    def without_statistics(self) -> Profile:
+        """What llama.cpp reads of it; the hash is the same."""
+        return dataclasses.replace(self, statistics={})
+
+    def content(self) -> bytes:
+        """The file as bytes, as ``write`` writes it."""
+        with tempfile.TemporaryDirectory(prefix="kvfmt-") as scratch:
+            path = Path(scratch) / "profile.gguf"
+            self._write(path)
+            return path.read_bytes()
+
     def write(self, path: Path) -> None:
         """Writes the file whole or not at all. Raises KvfmtError if the folder cannot be written to."""
         path = Path(path)
@@ -162,12 +180,19 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """The profile in a file. Raises KvfmtError that says what is wrong, for any file whatever."""
+        """The profile in a file, or the one that a model's file carries. Raises KvfmtError that says what is wrong, for any file whatever."""
         file = read_gguf(Path(path))
         try:
-            return _read(file)
+            if file.architecture != ARCHITECTURE and (carried := attached(file)) is not None:
+                return cls.of(parse_gguf("the attached profile", memoryview(carried)))
+            return cls.of(file)
         except ProfileError as error:
             raise ProfileError(f"{file.name}: {error.message}", error.hint) from None
+
+    @classmethod
+    def of(cls, file: GgufFile) -> Profile:
+        """The profile that an open file is. Raises ProfileError that says what is wrong."""
+        return _read(file)
 
     def check_model(self, model: Path) -> None:
         """Raises ProfileError, which names what differs, if the profile is not for this model (a GGUF) or not for this build."""
@@ -195,6 +220,16 @@ class Profile:
         for name, digest in self.formats.items():
             if registry.get(name).spec.hash != digest:
                 refuse(f"it was made for {name} with spec hash {digest[:8]}, this build's has {registry.get(name).spec.hash[:8]}", "Make it again with this build: kvfmt calibrate ...")
+
+
+def attached(file: GgufFile) -> bytes | None:
+    """The bytes of the profile that a model carries; None without one. Raises ProfileError if what is there is damaged."""
+    if ATTACHED not in file.types and ATTACHED_BYTES not in file.types:
+        return None
+    words, size = file.metadata.get(ATTACHED), file.metadata.get(ATTACHED_BYTES)
+    if file.types.get(ATTACHED) != (ARRAY, U64) or file.types.get(ATTACHED_BYTES) != U64 or not 8 * (len(words) - 1) < size <= 8 * len(words):
+        raise ProfileError(f"{file.name} carries a damaged profile ({ATTACHED})", "Take it off: kvfmt profile detach")
+    return words.astype("<u8").tobytes()[:size]
 
 
 def formats_of(names: Sequence[str]) -> dict[str, str]:

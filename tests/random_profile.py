@@ -153,3 +153,21 @@ def random_profile(
     if change:
         change(profile)
     return profile
+
+
+def as_kvfmt(profile: Profile):
+    """The same profile as kvfmt's own class has it, with its true hash; general.name and the maps are taken over."""
+    from kvfmt import profile as own
+
+    def of(key: str, default: Any = None) -> Any:
+        return profile.metadata.get(f"kvfmt.profile.{key}", default)
+
+    maps: dict[int, dict[str, np.ndarray]] = {}
+    for name, data in profile.tensors.items():
+        block, _, what = name.removeprefix("blk.").partition(".kv_")
+        maps.setdefault(int(block), {})[what] = data
+    types = [None if of(key) is None else tuple(of(key)) for key in ("types_k", "types_v")]
+    return own.Profile(
+        "random", of("model.architecture"), of("model.layers"), of("model.fingerprint"), tuple(of("layout_k")), tuple(of("layout_v")),
+        {layer: own.LayerMaps(**arrays) for layer, arrays in maps.items()}, *types, dict(entry.split("=") for entry in of("formats")),
+    )

@@ -1,0 +1,209 @@
+"""How heads of K or V are stored outside llama.cpp: type, padding, rotation or map; numpy in, packed bytes out, and back.
+
+The bytes are those that llama.cpp stores for the same values: unmapped quantized sides are rotated as it rotates them, mapped
+ones hold A (k - m) and B v of the profile. What differs is the reading: llama.cpp asks with turned queries, here the stored
+keys are turned back, which gives attention the same scores up to a constant that its softmax does not see, and lets any
+attention read them. A head that is not whole blocks is padded with zeros before the rotation, which llama.cpp refuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Optional, Sequence
+
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+
+from kvfmt.errors import KvfmtError
+from kvfmt.gguf_types import register
+from kvfmt.policy import CacheType, cache_type, layer_types, layout_fault
+from kvfmt.profile import LayerMaps, Profile
+from kvfmt.transform import hadamard, rotation_size
+
+NO_MAPS = LayerMaps()
+
+
+def interleaved_order(size: int) -> np.ndarray:
+    """Which value of a head in transformers' order stands where in llama.cpp's, int [size].
+
+    Where RoPE turns neighbours (the llama family), the converter to GGUF has interleaved the halves that transformers turns.
+    """
+    return np.arange(size).reshape(2, size // 2).T.ravel()
+
+
+@dataclass(frozen=True)
+class HeadStore:
+    """One side of one layer. ``size``: values of a head; ``mean`` float [H, size], ``forward`` A or B and ``backward``, what
+    undoes it, float [H, size, size], of a profile; ``interleave``: keys come in transformers' order and are stored in llama.cpp's.
+
+    Raises KvfmtError if the type cannot be written from Python, or a map would have to be padded.
+    """
+
+    kind: CacheType
+    size: int
+    keys: bool
+    forward: Optional[np.ndarray] = None
+    backward: Optional[np.ndarray] = None
+    mean: Optional[np.ndarray] = None
+    interleave: bool = False
+
+    def __post_init__(self) -> None:
+        register()
+        traits = quants._type_traits.get(GGMLQuantizationType(self.kind.type_id))
+        if self.kind.is_quantized and (traits is None or not _writes(traits)):
+            raise KvfmtError(f"cache type {self.kind.name} can be read here, not written", "Choose another quantized type: q8_0, q4_0, or a kvfmt one.")
+        if self.forward is not None and self.forward.shape[1:] != (self.size, self.size):
+            raise KvfmtError(
+                f"the profile's maps are for heads of {self.forward.shape[-1]} values, these have {self.size}",
+                "Give the profile of this model.",
+            )
+        if self.mapped and self.padded != self.size:
+            raise KvfmtError(f"heads of {self.size} are not whole blocks of {self.kind.name}, and a map cannot be padded", "Leave the profile out.")
+        if self.interleave and self.size % 2:
+            raise KvfmtError(f"keys of {self.size} values have no halves to interleave", "Say interleave=False.")
+
+    @property
+    def mapped(self) -> bool:
+        return self.kind.is_quantized and self.forward is not None
+
+    @property
+    def padded(self) -> int:
+        """Values that a head takes as stored."""
+        return -(-self.size // self.kind.block) * self.kind.block
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one head of one token."""
+        return self.kind.row_bytes(self.padded)
+
+    @property
+    def rotation(self) -> int:
+        """Values that the Hadamard transform mixes before storing; 1 where nothing is rotated."""
+        return rotation_size(self.padded, self.keys) if self.kind.is_quantized and not self.mapped else 1
+
+    @property
+    def domain(self) -> str:
+        """"plain", "hadamard 64" or "map": what is done to a head before it is stored."""
+        return "map" if self.mapped else f"hadamard {self.rotation}" if self.rotation > 1 else "plain"
+
+    def check_heads(self, heads: int) -> None:
+        """Raises KvfmtError if the maps are for another number of heads."""
+        if self.mapped and len(self.forward) != heads:
+            raise KvfmtError(f"the profile has maps of {len(self.forward)} KV heads, these are {heads}", "Give the profile of this model.")
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        """Heads, float [..., H, T, size] -> bytes, uint8 [..., H, T, row_bytes]. A token's bytes depend on it alone.
+
+        Raises KvfmtError for another size or number of heads.
+        """
+        if x.ndim < 3 or x.shape[-1] != self.size:
+            raise KvfmtError(f"heads of shape {x.shape} were to be stored, [..., heads, tokens, {self.size}] was expected", "They are of another model.")
+        self.check_heads(x.shape[-3])
+        x = np.ascontiguousarray(x, np.float32)
+        if self.interleave:
+            x = x[..., interleaved_order(self.size)]
+        if self.mapped:
+            # In float64, so that no rounding depends on how many tokens come at once.
+            wide = x.astype(np.float64)
+            if self.mean is not None:
+                wide -= self.mean[:, None, :]
+            x = (wide @ self.forward.astype(np.float64).transpose(0, 2, 1)).astype(np.float32)
+        elif self.padded != self.size:
+            x = np.concatenate([x, np.zeros((*x.shape[:-1], self.padded - self.size), np.float32)], axis=-1)
+        if self.rotation > 1:
+            x = hadamard(x, self.rotation)
+        if self.kind.name == "bf16" or self.kind.is_quantized:
+            made = quants.quantize(np.ascontiguousarray(x), GGMLQuantizationType(self.kind.type_id))
+            return made.view(np.uint8)
+        with np.errstate(over="ignore"):
+            return x.astype("<f4" if self.kind.name == "f32" else "<f2", order="C").view(np.uint8)
+
+    def unpack(self, data: np.ndarray) -> np.ndarray:
+        """Bytes, uint8 [..., row_bytes] -> what is stored, float32 [..., padded], still turned. Raises KvfmtError for other rows."""
+        if data.dtype != np.uint8 or data.shape[-1] != self.row_bytes:
+            raise KvfmtError(f"rows of {data.shape[-1]} bytes ({data.dtype}), {self.row_bytes} bytes were expected for {self.size} values in {self.kind.name}", "It is another type or head size.")
+        data = np.ascontiguousarray(data)
+        if self.kind.name in ("f32", "f16"):
+            return data.view("<f4" if self.kind.name == "f32" else "<f2").astype(np.float32)
+        return quants.dequantize(data, GGMLQuantizationType(self.kind.type_id))
+
+    @cached_property
+    def back(self) -> Optional[np.ndarray]:
+        """What takes ``unpack``'s rows back to heads: float32 [padded, size] or, under a map, [H, size, size]; None: nothing to do."""
+        if self.mapped:
+            # k = A^-1 k': of a profile q_map is A^-T, applied to rows as it stands; v = o_map v'.
+            matrix = self.backward.astype(np.float32)
+            matrix = matrix if self.keys else matrix.transpose(0, 2, 1)
+        elif self.rotation > 1:
+            matrix = hadamard(np.eye(self.padded), self.rotation)[:, : self.size]
+        elif self.padded != self.size:
+            matrix = np.eye(self.padded)[:, : self.size]
+        elif not self.interleave:
+            return None
+        else:
+            matrix = np.eye(self.size)
+        if self.interleave:
+            turned = np.empty_like(matrix)
+            turned[..., interleaved_order(self.size)] = matrix
+            matrix = turned
+        return np.ascontiguousarray(matrix, np.float32)
+
+    @cached_property
+    def offset(self) -> Optional[np.ndarray]:
+        """The mean that is added to what ``back`` gives, float32 [H, 1, size]; None without one."""
+        if not self.mapped or self.mean is None:
+            return None
+        offset = self.mean.astype(np.float32)
+        if self.interleave:
+            turned = np.empty_like(offset)
+            turned[:, interleaved_order(self.size)] = offset
+            offset = turned
+        return offset[:, None, :]
+
+    def decode(self, data: np.ndarray) -> np.ndarray:
+        """Bytes, uint8 [..., H, T, row_bytes] -> heads, float32 [..., H, T, size]. Raises KvfmtError for other rows or heads."""
+        if self.mapped:
+            self.check_heads(data.shape[-3])
+        x = self.unpack(data)
+        if self.back is not None:
+            x = x @ self.back
+        return x if self.offset is None else x + self.offset
+
+
+def _writes(traits: object) -> bool:
+    """gguf-py reads more types than it writes; the base class's method only raises."""
+    own = getattr(traits, "quantize_blocks", None)
+    return own is None or own.__qualname__.split(".")[0] == traits.__name__
+
+
+def layer_stores(
+    sizes: Sequence[tuple[int, int]], kv: str | None, protect: int | None = None, profile: Profile | None = None, interleave: bool = False
+) -> list[tuple[HeadStore, HeadStore]]:
+    """The stores of K and V for each layer, whose heads have ``sizes`` (K, V) values, as llama.cpp would choose them.
+
+    ``kv`` such as "kvq3/kvq2", None where the profile gives each layer its types; ``protect`` layers at each end stay f16 (None:
+    as llama.cpp chooses). Raises UnknownName, and KvfmtError for what does not fit together.
+    """
+    if profile is not None and profile.layers != len(sizes):
+        raise KvfmtError(f"the profile is for {profile.layers} layers, the model has {len(sizes)}", "Give the profile of this model.")
+    chosen = None
+    if profile is not None and profile.types_k is not None:
+        chosen = [(cache_type(k or "f16"), cache_type(v or "f16")) for k, v in zip(profile.types_k, profile.types_v)]
+    elif kv is None:
+        raise KvfmtError("no cache types were named" + ("" if profile is None else ", and the profile does not choose them"), "Give kv, e.g. 'kvq3/kvq2'.")
+    k_name, slash, v_name = (kv or "f16").partition("/")
+    k, v = cache_type(k_name), cache_type(v_name if slash else k_name)
+    types = layer_types(len(sizes), k, v, protect, chosen, profile is not None)
+    stores = []
+    for layer, ((k_size, v_size), (k_type, v_type)) in enumerate(zip(sizes, types)):
+        maps = profile.maps.get(layer, NO_MAPS) if profile is not None else NO_MAPS
+        for kind, layouts in ((k_type, "layout_k"), (v_type, "layout_v")):
+            fault = layout_fault(kind, None if profile is None else getattr(profile, layouts)[layer])
+            if fault:
+                raise KvfmtError(f"layer {layer}: {fault}", "Give a profile that was calibrated for it, or choose another type.")
+        stores.append((
+            HeadStore(k_type, k_size, True, maps.k_map, maps.q_map, maps.k_mean, interleave),
+            HeadStore(v_type, v_size, False, maps.v_map, maps.o_map),
+        ))
+    return stores

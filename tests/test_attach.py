@@ -1,0 +1,225 @@
+"""A profile in a model's own file: found by the patched llama.cpp, and taken off again byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import gguf
+import llama_lib as lib
+import numpy as np
+import pytest
+import random_gguf
+from converters import attach as work
+from converters.gguf_copy import copy_tensors, write_header
+from kvfmt.bindings import cache_arguments, open_model
+from kvfmt.cli import app
+from kvfmt.errors import KvfmtError
+from kvfmt.gguf_read import read_gguf
+from kvfmt.profile import ATTACHED, ATTACHED_BYTES, AUTO, Profile, attached
+from random_profile import as_kvfmt, random_profile
+from test_llama_tools import job, run, text  # noqa: F401
+from typer.testing import CliRunner
+
+TOKENS = np.random.default_rng(11).integers(3, random_gguf.N_VOCAB, 96).tolist()
+MIXED = (["kvq4", "q8_0", "f16", "kvq3"], ["kvq4", "kvq2", "f16", "q4_0"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_gguf.llama(tmp_path_factory.mktemp("attach") / "model.gguf")
+
+
+@pytest.fixture(scope="module")
+def profile(model):
+    return as_kvfmt(random_profile(model))
+
+
+@pytest.fixture(scope="module")
+def carrier(model, profile):
+    """The model with the profile, which does not choose types."""
+    path = model.with_name("carrier.gguf")
+    work.attach(model, profile, path)
+    return path
+
+
+def logits(model, kv, profile):
+    with lib.Context(model, kv, protect=0, profile=profile) as context:
+        return context.decode(TOKENS)
+
+
+@pytest.mark.parametrize("options", [{}, {"mean": False, "v": False}, {"types": MIXED}, {"layers": [1]}], ids=str)
+def test_off_again_the_file_is_the_original(model, tmp_path, options):
+    made = as_kvfmt(random_profile(model, **options))
+    before, on, off, saved = model.read_bytes(), tmp_path / "on.gguf", tmp_path / "off.gguf", tmp_path / "saved.gguf"
+    work.attach(model, made, on)
+    assert Profile.read(on).hash == made.hash and on.read_bytes() != before
+    work.detach(on, off, saved)
+    assert off.read_bytes() == before == model.read_bytes()
+    assert Profile.read(saved).hash == made.hash
+    # in place
+    work.attach(off, made, off)
+    assert off.read_bytes() == on.read_bytes()
+    work.detach(off, off)
+    assert off.read_bytes() == before
+
+
+def test_everything_else_is_unchanged(model, carrier):
+    one, two = gguf.GGUFReader(model), gguf.GGUFReader(carrier)
+    assert [(t.name, t.tensor_type, t.shape.tolist(), t.data.tobytes()) for t in one.tensors] == [
+        (t.name, t.tensor_type, t.shape.tolist(), t.data.tobytes()) for t in two.tensors
+    ]
+    added = set(two.fields) - set(one.fields)
+    assert added == set(work.KEYS)
+    for key in set(one.fields) - {"GGUF.kv_count"}:
+        assert one.fields[key].contents() == two.fields[key].contents(), key
+
+
+def test_auto_is_the_same_as_the_file(model, carrier, profile, tmp_path):
+    profile.write(tmp_path / "profile.gguf")
+    by_file = logits(model, "q8_0/q4_0", tmp_path / "profile.gguf")
+    assert np.array_equal(logits(carrier, "q8_0/q4_0", AUTO), by_file)
+    assert not np.array_equal(logits(carrier, "q8_0/q4_0", None), by_file)
+    # it only acts when asked for
+    assert np.array_equal(logits(carrier, "q8_0/q4_0", None), logits(model, "q8_0/q4_0", None))
+
+
+def test_statistics_stay_out_unless_asked_for(model, profile, tmp_path):
+    from test_profile import statistics
+
+    rich = dataclasses.replace(profile, statistics={0: statistics(np.random.default_rng(1))})
+    work.attach(model, rich, tmp_path / "lean.gguf")
+    work.attach(model, rich, tmp_path / "rich.gguf", statistics=True)
+    assert not Profile.read(tmp_path / "lean.gguf").statistics and Profile.read(tmp_path / "rich.gguf").statistics
+    assert Profile.read(tmp_path / "lean.gguf").hash == rich.hash == Profile.read(tmp_path / "rich.gguf").hash
+
+
+def test_a_policy_chooses_types_without_maps(model, tmp_path):
+    made = work.with_types(work.policy_of(model), model, "kvq3/kvq2", 1)
+    assert made.types_k == ("f16", "kvq3", "kvq3", "f16") and made.types_v == ("f16", "kvq2", "kvq2", "f16")
+    path = tmp_path / "policy.gguf"
+    work.attach(model, made, path)
+    with lib.Context(path, profile=AUTO) as context:
+        assert "K f16 x 2 + kvq3 x 2 layers" in context.log and "V f16 x 2 + kvq2 x 2 layers" in context.log
+        found = context.decode(TOKENS)
+    with lib.Context(model, "kvq3/kvq2", protect=1) as context:
+        assert np.array_equal(context.decode(TOKENS), found)
+    with pytest.raises(lib.Refused, match="chooses the cache type"):
+        lib.Context(path, "q8_0/q8_0", profile=AUTO)
+    assert cache_arguments(profile=AUTO, model=path) == {"kv_profile": AUTO, "flash_attn": True}
+
+
+@pytest.mark.parametrize("kv, what", [("kvt3/kvq2", "kvt3"), ("nonsense", "nonsense")])
+def test_types_that_do_not_suit(model, profile, kv, what):
+    with pytest.raises(KvfmtError, match=what):
+        work.with_types(profile, model, kv)
+
+
+def test_a_model_without_one(model, carrier):
+    with pytest.raises(lib.Refused, match="the model's file carries no profile"):
+        lib.Context(model, "q8_0/q8_0", profile=AUTO)
+    with pytest.raises(KvfmtError, match="carries no profile"):
+        cache_arguments(profile=AUTO, model=model)
+    with pytest.raises(KvfmtError, match="no model was named"):
+        cache_arguments(profile=AUTO)
+    with pytest.raises(KvfmtError, match="carries no profile"):
+        work.detach(model, model.with_name("x.gguf"))
+    assert not model.with_name("x.gguf").exists()
+
+
+def test_another_models(model, profile, carrier, tmp_path):
+    other = random_gguf.llama(tmp_path / "other.gguf", seed=2)
+    with pytest.raises(KvfmtError, match="fingerprint"):
+        work.attach(other, profile, tmp_path / "x.gguf")
+    # metadata that some tool copied from one model to another
+    file, source = read_gguf(other), read_gguf(carrier)
+    entries = [bytes(source.data[slice(*source.spans[key])]) for key in work.KEYS]
+    with open(tmp_path / "mixed.gguf", "wb") as out:
+        write_header(file, out, entries)
+        copy_tensors(file, out)
+    with pytest.raises(lib.Refused, match="made for another model: its fingerprint"):
+        lib.Context(tmp_path / "mixed.gguf", "q8_0/q8_0", profile=AUTO)
+
+
+def test_damaged(carrier, tmp_path):
+    raw = bytearray(carrier.read_bytes())
+    file = read_gguf(carrier)
+    start, stop = file.spans[ATTACHED_BYTES]
+    broken = tmp_path / "broken.gguf"
+    # how many bytes of the words it is
+    for size in (0, 2**63, file.metadata[ATTACHED_BYTES] - 8):
+        raw[stop - 8 : stop] = int(size).to_bytes(8, "little")
+        broken.write_bytes(raw)
+        with pytest.raises(lib.Refused, match="carries no profile"):
+            lib.Context(broken, "q8_0/q8_0", profile=AUTO)
+        with pytest.raises(KvfmtError, match="damaged"):
+            Profile.read(broken)
+        lib.Context(broken, "q8_0/q8_0").close()
+    # the profile itself
+    start, stop = file.spans[ATTACHED]
+    raw = bytearray(carrier.read_bytes())
+    raw[start + 8 + len(ATTACHED) + 16 : start + 8 + len(ATTACHED) + 20] = b"FUGG"
+    broken.write_bytes(raw)
+    with pytest.raises(lib.Refused, match="cannot be read as a GGUF file"):
+        lib.Context(broken, "q8_0/q8_0", profile=AUTO)
+    # it comes off all the same
+    work.detach(broken, tmp_path / "off.gguf")
+    assert attached(read_gguf(tmp_path / "off.gguf")) is None
+
+
+def test_what_could_not_be_restored_is_refused(model, profile, tmp_path):
+    raw = bytearray(model.read_bytes())
+    file = read_gguf(model)
+    if file.infos_end == file.data_start:
+        pytest.fail("the model has no padding to test with")
+    raw[file.infos_end] = 7
+    odd = tmp_path / "odd.gguf"
+    odd.write_bytes(raw)
+    with pytest.raises(KvfmtError, match="between its header and its tensors"):
+        work.attach(odd, profile, tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_the_bindings(carrier, model):
+    options = {"n_ctx": 256, "n_threads": 1, "verbose": False}
+    one = open_model(carrier, "q8_0/q8_0", profile=AUTO, **options)
+    one.eval(TOKENS[:32])
+    last = np.ctypeslib.as_array(one._ctx.get_logits_ith(-1), shape=(random_gguf.N_VOCAB,))
+    with lib.Context(carrier, "q8_0/q8_0", protect=0, profile=AUTO) as context:
+        np.testing.assert_allclose(last, context.decode(TOKENS[:32])[-1], atol=1e-3)
+    one.close()
+    with pytest.raises(ValueError):
+        open_model(model, "q8_0/q8_0", profile=AUTO, **options)
+
+
+@pytest.mark.parametrize("tool", ["llama-completion", "llama-perplexity"])
+def test_the_tools(carrier, text, tool):  # noqa: F811
+    done = run(tool, *job(tool, carrier, text), "-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on", "--kv-profile", "auto", "-lv", "4")
+    assert done.returncode == 0
+    assert "kv profile: random ('auto', attached to the model)" in done.stderr + done.stdout
+
+
+def test_the_bench_tool(carrier):
+    done = run("llama-bench", "-m", carrier, "-t", 1, "-p", 8, "-n", 0, "-r", 1, "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "-kvf", "none,auto", "-o", "json")
+    assert [row["kv_profile"] for row in json.loads(done.stdout)] == ["none", "auto"]
+
+
+def test_the_commands(model, profile, tmp_path):
+    runner, file, on, off = CliRunner(), tmp_path / "p.gguf", tmp_path / "on.gguf", tmp_path / "off.gguf"
+    profile.write(file)
+
+    def call(*arguments) -> str:
+        done = runner.invoke(app, [str(a) for a in arguments])
+        return f"{done.exit_code} {' '.join(done.output.split())}"
+
+    assert call("profile", "attach", model, file, "--kv", "q8_0/kvq2", "-o", on).startswith("0 ")
+    assert "--kv-profile auto" in call("profile", "attach", model, "--kv", "kvq4", "--protect", 1, "-o", off)
+    assert Profile.read(off).types_k == ("f16", "kvq4", "kvq4", "f16")
+    assert call("profile", "show", on).startswith("0 ")
+    assert "carries a profile already" in call("profile", "attach", on, file, "-o", off)
+    assert call("profile", "attach", on, file, "--replace", "-o", off).startswith("0 ")
+    assert Profile.read(off).types_k is None
+    assert call("profile", "detach", on, "-o", off).startswith("0 ")
+    assert off.read_bytes() == model.read_bytes()
+    for wrong in (["attach", model, "-o", on], ["attach", model, file, "--protect", 1, "-o", on], ["detach", tmp_path / "no", "-o", on]):
+        assert call("profile", *wrong).startswith("1 error:"), wrong
