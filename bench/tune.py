@@ -1,7 +1,8 @@
 """A cache type for every layer and side under a budget: ``kvfmt tune``.
 
 Each layer and side is quantized alone, with every candidate type, and its distance from the f16 cache is measured on a text.
-These distances nearly add up, so the best types under a budget are an integer programme: one type for each layer and side, least
+Any change at all, however small, moves a model that rounds its activations to 8 bits by some distance more: that is measured too,
+and taken off. What is left nearly adds up, so the best types under a budget are an integer programme: one type for each layer and side, least
 sum of KLD, allocated bytes within the budget, a profile's maps counted. The result is a profile that gives every layer its types.
 """
 
@@ -27,6 +28,8 @@ from kvfmt.profile import LayerMaps, Profile, formats_of
 from kvfmt.subjects import ModelFile, Text
 
 SIDES = ("k", "v")
+#: How many layers and sides show the noise floor, at least.
+FLOOR_PLACES = 8
 #: Said after a key type: this layer's keys without maps, which cost more than they bring where a cache is short or heads are large.
 PLAIN = ":plain"
 #: What a side may get, f16 besides; types that no format of ours beats at their size are left out.
@@ -53,7 +56,7 @@ def check_candidates(candidates: Mapping[str, Sequence[str]]) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """One candidate for one side of one layer: what it allocates, maps counted, and what it alone costs in nats."""
+    """One candidate for one side of one layer: what it allocates, maps counted, and what it alone costs in nats above the noise floor."""
 
     layer: int
     side: str
@@ -165,21 +168,26 @@ def measure(
     scratch: Path,
     update: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Option]:
-    """Every option, f16 included, which costs nothing in fidelity. ``update(done, total)`` counts tokens over all caches.
+    """Every option, f16 included, which costs nothing in fidelity; the noise floor is that of f32 in one place.
 
-    Raises KvfmtError for a text that is too short or a type that the library refuses.
+    ``update(done, total)`` counts tokens over all caches. Raises KvfmtError for a text that is too short or a type that the library refuses.
     """
     n = profiles.base.layers
     f16 = ["f16" if layer in profiles.owners else "" for layer in range(n)]
-    asked = [(layer, side, kind) for layer in profiles.owners for side in SIDES for kind in candidates[side] if kind != "f16"]
-    caches = []
-    for layer, side, kind in asked:
+    places = [(layer, side) for layer in profiles.owners for side in SIDES]
+    asked = [(layer, side, kind) for layer, side in places for kind in candidates[side] if kind != "f16"]
+
+    def alone(layer: int, side: str, kind: str) -> Cache:
         types = {"k": list(f16), "v": list(f16)}
         types[side][layer] = kind
-        caches.append(profiles.probe(types["k"], types["v"], scratch / f"{layer}.{side}.{kind.replace(':', '.')}.gguf"))
-    klds = distances(engine, text, plan, caches, update)
+        return profiles.probe(types["k"], types["v"], scratch / f"{layer}.{side}.{kind.replace(':', '.')}.gguf")
+
+    caches = [alone(*place) for place in asked]
+    caches += [alone(layer, side, "f32") for layer, side in places[:: max(1, len(places) // FLOOR_PLACES)]]
+    found = distances(engine, text, plan, caches, update)
+    klds, floor = found[: len(asked)], float(np.median(found[len(asked) :]))
     options = [
-        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), max(0.0, kld))
+        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), max(0.0, kld - floor))
         for (layer, side, kind), kld in zip(asked, klds)
     ]
     options += [Option(layer, side, "f16", allocated(profiles, layer, side, "f16", cells[layer]), 0.0) for layer in profiles.owners for side in SIDES]

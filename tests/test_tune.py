@@ -155,3 +155,20 @@ def test_what_is_asked_is_checked_first(arguments, words, tmp_path):
     found = CliRunner().invoke(app, ["no-such-model", *arguments, "-o", str(tmp_path / "p.gguf")])
     assert found.exit_code == 1 and words in " ".join(found.output.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_noise_of_any_change_is_no_cost_of_a_type(tmp_path, monkeypatch):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+    profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (128,), 128).profile)
+    asked = []
+
+    def found(engine, text, plan, caches, update):
+        asked.extend(caches)
+        # f32 moves the model by 0.5, every type by 0.75, but for one that happens to move it by less than f32 does.
+        return [0.5 if "f32" in cache.profile.name else 0.4 if "1.v.q8_0" in cache.profile.name else 0.75 for cache in caches]
+
+    monkeypatch.setattr(t, "distances", found)
+    options = t.measure(None, profiles, TEXT, None, {0: 512, 1: 512}, CANDIDATES, tmp_path)
+    assert len(asked) == 2 * 4 + 4
+    klds = {(o.layer, o.side, o.type): o.kld for o in options}
+    assert klds[1, "v", "q8_0"] == 0 and klds[0, "k", "f16"] == 0 and klds[0, "k", "kvt3"] == 0.25
