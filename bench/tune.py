@@ -1,8 +1,7 @@
 """A cache type for every layer and side under a budget: ``kvfmt tune``.
 
 Each layer and side is quantized alone, with every candidate type, and its distance from the f16 cache is measured on a text.
-Any change at all, however small, moves a model that rounds its activations to 8 bits by some distance more: that is measured too,
-and taken off. What is left nearly adds up, so the best types under a budget are an integer programme: one type for each layer and side, least
+What that costs (bench/tune_costs.py) nearly adds up, so the best types under a budget are an integer programme: one type for each layer and side, least
 sum of KLD, allocated bytes within the budget, a profile's maps counted. The result is a profile that gives every layer its types.
 """
 
@@ -20,6 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from bench.caches import Cache
 from bench.engine import Engine
 from bench.quality import F16, TOGETHER, Plan, chunks_of, score_chunk
+from bench.tune_costs import PLAIN, costs, floor_of, type_of
 from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import key_maps, layout_for
@@ -30,18 +30,11 @@ from kvfmt.subjects import ModelFile, Text
 SIDES = ("k", "v")
 #: How many layers and sides show the noise floor, at least.
 FLOOR_PLACES = 8
-#: Said after a key type: this layer's keys without maps, which cost more than they bring where a cache is short or heads are large.
-PLAIN = ":plain"
 #: What a side may get, f16 besides; types that no format of ours beats at their size are left out.
 CANDIDATES = {
     "k": ("kve8_2", "kvt3", "kvt4", "kve8_3" + PLAIN, "kvq4" + PLAIN, "q8_0" + PLAIN),
     "v": ("kve8_2", "kve8_3", "kvq4", "q8_0"),
 }
-
-
-def type_of(kind: str) -> str:
-    """The cache type of a candidate, with or without maps."""
-    return kind.removesuffix(PLAIN)
 
 
 def check_candidates(candidates: Mapping[str, Sequence[str]]) -> None:
@@ -56,7 +49,7 @@ def check_candidates(candidates: Mapping[str, Sequence[str]]) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """One candidate for one side of one layer: what it allocates, maps counted, and what it alone costs in nats above the noise floor."""
+    """One candidate for one side of one layer: what it allocates, maps counted, and what it costs in nats."""
 
     layer: int
     side: str
@@ -168,7 +161,7 @@ def measure(
     scratch: Path,
     update: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Option]:
-    """Every option, f16 included, which costs nothing in fidelity; the noise floor is that of f32 in one place.
+    """Every option, f16 included, which costs nothing in fidelity.
 
     ``update(done, total)`` counts tokens over all caches. Raises KvfmtError for a text that is too short or a type that the library refuses.
     """
@@ -182,13 +175,14 @@ def measure(
         types[side][layer] = kind
         return profiles.probe(types["k"], types["v"], scratch / f"{layer}.{side}.{kind.replace(':', '.')}.gguf")
 
-    caches = [alone(*place) for place in asked]
-    caches += [alone(layer, side, "f32") for layer, side in places[:: max(1, len(places) // FLOOR_PLACES)]]
+    # An odd step, so that K and V take turns.
+    still = places[:: max(1, len(places) // FLOOR_PLACES) | 1]
+    caches = [*(alone(*place) for place in asked), *(alone(layer, side, "f32") for layer, side in still)]
     found = distances(engine, text, plan, caches, update)
-    klds, floor = found[: len(asked)], float(np.median(found[len(asked) :]))
+    floor = floor_of([(layer, kld) for (layer, _), kld in zip(still, found[len(asked) :])])
     options = [
-        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), max(0.0, kld - floor))
-        for (layer, side, kind), kld in zip(asked, klds)
+        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), cost)
+        for (layer, side, kind), cost in costs(dict(zip(asked, found)), floor).items()
     ]
     options += [Option(layer, side, "f16", allocated(profiles, layer, side, "f16", cells[layer]), 0.0) for layer in profiles.owners for side in SIDES]
     return options

@@ -74,7 +74,7 @@ def tune(
     made.profile.write(target)
     console.print(table(made))
     console.print(f"{made.tuned.bits_per_value:.3f} bits/value at {tokens} tokens, {made.profile.sidecar_bytes / 2**20:.2f} MiB of maps counted; "
-                  f"KLD on {measured_on.name} {made.together:.4f} (sum of the layers alone {made.tuned.predicted:.4f})")
+                  f"KLD on {measured_on.name} {made.together:.4f} (sum of what the layers cost {made.tuned.predicted:.4f})")
     if made.best_uniform:
         name, best, together = made.best_uniform
         console.print(f"best of one pair for all layers within the budget: {name}, {best.bits_per_value:.3f} bits/value, KLD {together:.4f} (sum {best.predicted:.4f})")
@@ -88,7 +88,7 @@ def table(made) -> Table:
     chosen = {(o.layer, o.side): o for o in made.tuned.options}
     kinds = {side: sorted({o.type for o in made.options if o.side == side and o.type != "f16"}, key=lambda t: min(o.n_bytes for o in made.options if o.side == side and o.type == t)) for side in "kv"}
     found = {(o.layer, o.side, o.type): o.kld for o in made.options}
-    shown = Table(title="KLD of each layer alone, by type", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+    shown = Table(title="What each layer alone costs by type, in nats", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
     for title in ("layer", "K", *kinds["k"], "V", *kinds["v"]):
         shown.add_column(title, justify="left" if title in "KV" else "right", no_wrap=True)
     for layer in sorted({o.layer for o in made.options}):

@@ -11,10 +11,13 @@ from typer.testing import CliRunner
 import random_gguf
 from bench import quality
 from bench import tune as t
+from bench import tune_costs
 from bench.caches import Cache
 from bench.engine import Engine
 from bench.tune_cli import app, size_of
+from kvfmt import registry
 from kvfmt.calibrate import calibrate
+from kvfmt.distortion import gaussian_distortion
 from kvfmt.errors import KvfmtError
 from kvfmt.profile import Profile
 from kvfmt.subjects import ModelFile, Text, find_model
@@ -157,18 +160,36 @@ def test_what_is_asked_is_checked_first(arguments, words, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_noise_of_any_change_is_no_cost_of_a_type(tmp_path, monkeypatch):
-    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+def test_the_costs_of_a_place_follow_the_noise_of_its_types_above_a_floor_that_falls(tmp_path, monkeypatch):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=4)
     profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (128,), 128).profile)
-    asked = []
+    candidates = {"k": ("kvt3", "kvt4", "kve8_2:plain"), "v": ("kve8_2", "kve8_3", "q8_0")}
+    floor = {0: 0.4, 1: 0.3, 2: 0.2, 3: 0.1}
+    asked, rng = [], np.random.default_rng(5)
 
     def found(engine, text, plan, caches, update):
         asked.extend(caches)
-        # f32 moves the model by 0.5, every type by 0.75, but for one that happens to move it by less than f32 does.
-        return [0.5 if "f32" in cache.profile.name else 0.4 if "1.v.q8_0" in cache.profile.name else 0.75 for cache in caches]
+        klds = []
+        for cache in caches:
+            layer, side, kind = cache.profile.name.removesuffix(".gguf").split(".", 2)
+            clean = (1 + int(layer)) * tune_costs.noise(kind.removesuffix(".plain")) if kind != "f32" else 0.0
+            klds.append(floor[int(layer)] + clean + 1e-3 * rng.standard_normal())
+        return klds
 
     monkeypatch.setattr(t, "distances", found)
-    options = t.measure(None, profiles, TEXT, None, {0: 512, 1: 512}, CANDIDATES, tmp_path)
-    assert len(asked) == 2 * 4 + 4
-    klds = {(o.layer, o.side, o.type): o.kld for o in options}
-    assert klds[1, "v", "q8_0"] == 0 and klds[0, "k", "f16"] == 0 and klds[0, "k", "kvt3"] == 0.25
+    options = t.measure(None, profiles, TEXT, None, dict.fromkeys(range(4), 512), candidates, tmp_path)
+    assert len(asked) == 4 * 6 + 8
+    costs = {(o.layer, o.side, o.type): o.kld for o in options}
+    for layer in range(4):
+        assert costs[layer, "k", "f16"] == costs[layer, "v", "f16"] == 0
+        for side in "kv":
+            for kind in candidates[side]:
+                expected = (1 + layer) * tune_costs.noise(tune_costs.type_of(kind))
+                # q8_0 alone lies far below the noise of the measurement: its neighbours say what it costs.
+                assert costs[layer, side, kind] == pytest.approx(expected, rel=0.1), (layer, side, kind)
+
+
+def test_noise_is_that_of_the_type():
+    assert tune_costs.noise("kve8_2") == pytest.approx(gaussian_distortion(registry.get("kve8_2")).stored, rel=0.03)
+    assert tune_costs.noise("q8_0") < tune_costs.noise("q4_0") < tune_costs.noise("kve8_2")
+    assert tune_costs.floor_of([(3, 0.25)])(7) == pytest.approx(0.25)
