@@ -38,7 +38,8 @@ def generate(gpu, model):
 
     def run(layers: int, k: str = K, v: str = V, **limits: str):
         environment = {"GGML_BACKEND_PATH": str(gpu)} | {f"LIMITED_{name.upper()}": value for name, value in limits.items()}
-        done = completion(model, "-ngl", layers, "-c", 256, "-p", "abc", "-n", 4, "-ctk", k, "-ctv", v, "--kv-protect", 1, environment=environment)
+        device = ["-dev", "Limited0", "-ngl", layers] if layers else ["-dev", "none"]
+        done = completion(model, *device, "-fit", "off", "-c", 256, "-p", "abc", "-n", 4, "-ctk", k, "-ctv", v, "--kv-protect", 1, environment=environment)
         said = [line for line in done.stderr.splitlines() if "kv policy: layers" in line or "cannot write" in line]
         return done.returncode, said, done.stdout
 
