@@ -38,15 +38,16 @@ OURS = ("kvq3/kvq2", "kvq4/kvq4", "kve8_3/kve8_2", "kvnf4/kvnf4")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: depths in tokens, rounds of turns, chunks of 1,024 tokens, and whether every pair is timed."""
+    """How much is measured: caches, depths in tokens, rounds of turns, chunks of 1,024 tokens, and whether every pair is timed."""
 
+    caches: tuple[str, ...] = (*STOCK, *OURS)
     depths: tuple[int, ...] = (0, 4096, 16384)
     rounds: int = 3
     chunks: int = 8
     all_pairs: bool = True
 
 
-REHEARSAL = Scale(depths=(0, 256), rounds=1, chunks=1, all_pairs=False)
+REHEARSAL = Scale(caches=(STOCK[0], OURS[0]), depths=(0, 64), rounds=1, chunks=1, all_pairs=False)
 #: Attention whose bandwidth is measured, as in 0005-upstream-tests: heads, size of one, cells.
 PERF_HEADS, PERF_HEAD, PERF_CELLS = 8, 128, 131072
 GPU = 1  # enum ggml_backend_dev_type
@@ -421,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
     check.save()
     pairs = pairs_of(options.tree)
     scale = REHEARSAL if rehearsal else Scale()
-    caches = [*STOCK, *OURS]
+    caches = list(scale.caches)
     stock = [cache.replace("/", "-") for cache in STOCK]
     timed = options.speed_model or options.model
     check.step("parity", 5, lambda: parity(backend, golden))

@@ -36,7 +36,7 @@ def test_architectures_are_taken_as_given(toolkit):
     assert "-DGGML_CUDA=ON" in build.flags and "-DCMAKE_CUDA_ARCHITECTURES=80" in build.flags
 
 
-@pytest.mark.parametrize("asked, message", [("turing", "'turing' is no CUDA architecture"), ("8.0", "'8.0' is no"), ("35", "does not compile for 35")])
+@pytest.mark.parametrize("asked, message", [("turing", "'turing' is no CUDA architecture"), ("8.0", "'8.0' is no"), ("35", "does not compile for 35"), (";", "names no CUDA")])
 def test_what_is_no_architecture_is_named(toolkit, asked, message):
     with pytest.raises(KvfmtError, match=message) as error:
         cuda.choose(asked)
