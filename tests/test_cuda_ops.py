@@ -215,7 +215,7 @@ def _one_bit_in_every_word(name: str, text: str) -> str:
 #: In each body, one bit of a comparison or a constant.
 BODY_FAULTS = {
     "kvq/kvq_lloyd.h": ("mag > threshold[k]", "mag >= threshold[k]"),
-    "kvq/kvq_allocated.h": ("m[i] > t[k]", "m[i] >= t[k]"),
+    "kvq/kvq_allocated.h": ("m[i] > threshold ?", "m[i] >= threshold ?"),
     "kvq/kvq_e8.h": ("+ 32768) >> 16", "+ 0) >> 16"),
     "kvq/kvnf4.h": ("xi > kvnf4_thresholds[k]", "xi >= kvnf4_thresholds[k]"),
 }
