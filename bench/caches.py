@@ -103,10 +103,17 @@ def default_caches() -> tuple[Cache, ...]:
     return (F16, Cache("q8_0"), Cache("q4_0"), *ours, *RECOMMENDED)
 
 
-def parse_caches(text: str | None, default: tuple[Cache, ...]) -> tuple[Cache, ...]:
-    """A list separated by spaces or commas, each cache once; ``default`` for None. Raises as ``Cache.parse``, and for an empty list."""
+def shortlist() -> tuple[Cache, ...]:
+    """What is measured where each cache takes long: f16, upstream's usual types, and the pairs that the project names."""
+    return (F16, Cache("q8_0"), Cache("q4_0"), Cache("kvq4"), Cache("kve8_3/kve8_2"), *RECOMMENDED)
+
+
+def parse_caches(text: str | tuple[Cache, ...] | None, default: tuple[Cache, ...]) -> tuple[Cache, ...]:
+    """A list separated by spaces or commas, each cache once; ``default`` for None, caches as they are. Raises as ``Cache.parse``, and for an empty list."""
     if text is None:
         return default
+    if isinstance(text, tuple):
+        return text
     found = tuple(dict.fromkeys(Cache.parse(part) for part in text.replace(",", " ").split()))
     if not found:
         raise KvfmtError("no cache to measure", "Name some, e.g. --caches 'q8_0 kvq3/kvq2:2'.")

@@ -2,7 +2,8 @@
 
 The figure is the expected gain over a plain Hadamard in dB (mean over layers and KV heads; 6 dB is one bit) for noise that is
 the same in every slot. One pass over each text and length gives the statistics at one context, two, four ...; with several
-lengths one more pass takes them by turns.
+lengths one more pass takes them by turns. Maps are made for contexts of up to --reach tokens, as `kvfmt calibrate` makes them; what they
+are used on is what was seen.
 
     python -m bench.calibration --model smollm2 --text docs --text cpp --n-ctx 1024 --n-ctx 4096 --tokens 16384
 """
@@ -18,7 +19,7 @@ import typer
 
 from kvfmt.blas import one_thread
 from kvfmt.build.console import console, progress
-from kvfmt.calibrate import Collector, Context, contexts_of
+from kvfmt.calibrate import Collector, Context, contexts_of, default_reach
 from kvfmt.cli import plain_errors
 from kvfmt.geometry import key_maps, logit_error
 from kvfmt.moments import LayerStatistics
@@ -40,9 +41,10 @@ class Point:
 
 
 def growing(
-    model: LoadedModel, text: Text, lengths: Sequence[int], tokens: int, on_tokens: Callable[[int], None] = lambda n: None
-) -> dict[int, Statistics]:
-    """Statistics by tokens taken, after one context of each length, two, four and so on, all from one pass over about ``tokens``.
+    model: LoadedModel, text: Text, lengths: Sequence[int], tokens: int, on_tokens: Callable[[int], None] = lambda n: None, reach: int = 0
+) -> dict[int, tuple[Statistics, Statistics]]:
+    """By tokens taken, after one context of each length, two, four and so on, all from one pass over about ``tokens``: the statistics
+    for contexts of up to ``reach`` tokens, and those of what was seen.
 
     Raises what ``contexts_of`` raises.
     """
@@ -58,7 +60,7 @@ def growing(
             for pieces in by_length:
                 context.feed(pieces[index], on_tokens)
             if done & (done - 1) == 0 or done == turns:
-                found[done * sum(lengths)] = collector.statistics()
+                found[done * sum(lengths)] = (collector.statistics(reach), collector.statistics())
     return found
 
 
@@ -88,17 +90,17 @@ def gain(made_from: Statistics, used_on: Statistics, kind: str = "full") -> np.n
 
 
 def curve(
-    model: LoadedModel, texts: Sequence[Text], lengths: Sequence[int], tokens: int, on_tokens: Callable[[int], None] = lambda n: None
+    model: LoadedModel, texts: Sequence[Text], lengths: Sequence[int], tokens: int, on_tokens: Callable[[int], None] = lambda n: None, reach: int = 0
 ) -> list[Point]:
     """The maps of every pass at every size, on the statistics of every pass of one length at its largest."""
     passes = sources(texts, lengths)
-    measured = {name: growing(model, text, n, tokens, on_tokens) for name, text, n in passes}
+    measured = {name: growing(model, text, n, tokens, on_tokens, reach) for name, text, n in passes}
     points = []
     for made_from, sizes in measured.items():
-        for size, statistics in sizes.items():
+        for size, (statistics, _) in sizes.items():
             for used_on, others in measured.items():
                 if "+" not in used_on:
-                    found = gain(statistics, others[max(others)])
+                    found = gain(statistics, others[max(others)][1])
                     points.append(Point(made_from, size, used_on, float(found.mean()), float(found.min())))
     return points
 
@@ -109,6 +111,7 @@ def main(
     text: list[str] = typer.Option(["docs", "cpp"], help="'docs', 'cpp' or a text file; at least two, to use one on another"),
     n_ctx: list[int] = typer.Option([1024], min=2, help="may be given several times"),
     tokens: int = typer.Option(16384, min=1, help="of each pass"),
+    reach: Optional[int] = typer.Option(None, min=0, help="tokens of the longest context that maps are for; default: that of `kvfmt calibrate`"),
     threads: Optional[int] = typer.Option(None, min=1),
 ) -> None:
     subject, texts = find_model(model), [find_text(name) for name in text]
@@ -121,7 +124,7 @@ def main(
             done += n
             update(done, total)
 
-        points = curve(loaded, texts, n_ctx, tokens, count)
+        points = curve(loaded, texts, n_ctx, tokens, count, default_reach(loaded) if reach is None else reach)
     for point in points:
         console.print(f"{point.made_from:>14} {point.tokens:6} tokens, used on {point.used_on:10} {point.mean:6.2f} dB, least {point.least:6.2f}")
 

@@ -49,7 +49,7 @@ class Run:
 
 
 @contextmanager
-def run(model: str, caches: Optional[str], output: Optional[Path], threads: Optional[int], gpu_layers: int) -> Iterator[Run]:
+def run(model: str, caches: Optional[str] | tuple[Cache, ...], output: Optional[Path], threads: Optional[int], gpu_layers: int) -> Iterator[Run]:
     """Finds the model, loads it, and says in the end where the rows are. What is wrong with the request is said first."""
     from bench import caches as kinds
     from bench.engine import Engine

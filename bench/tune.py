@@ -27,13 +27,33 @@ from kvfmt.profile import LayerMaps, Profile, formats_of
 from kvfmt.subjects import ModelFile, Text
 
 SIDES = ("k", "v")
-#: Types that a side may get, f16 besides; those that no format of ours beats at their size are left out.
-CANDIDATES = {"k": ("kvt3", "kvt4", "q8_0"), "v": ("kve8_2", "kve8_3", "kvq4", "q8_0")}
+#: Said after a key type: this layer's keys without maps, which cost more than they bring where a cache is short or heads are large.
+PLAIN = ":plain"
+#: What a side may get, f16 besides; types that no format of ours beats at their size are left out.
+CANDIDATES = {
+    "k": ("kve8_2", "kvt3", "kvt4", "kve8_3" + PLAIN, "kvq4" + PLAIN, "q8_0" + PLAIN),
+    "v": ("kve8_2", "kve8_3", "kvq4", "q8_0"),
+}
+
+
+def type_of(kind: str) -> str:
+    """The cache type of a candidate, with or without maps."""
+    return kind.removesuffix(PLAIN)
+
+
+def check_candidates(candidates: Mapping[str, Sequence[str]]) -> None:
+    """Raises KvfmtError for what is no cache type, or has no meaning without maps or with them."""
+    for side in SIDES:
+        for kind in candidates[side]:
+            chosen = cache_type(type_of(kind))
+            if kind.endswith(PLAIN) and (side == "v" or chosen.needs_profile):
+                reason = "values have no maps" if side == "v" else f"{chosen.name} needs maps"
+                raise KvfmtError(f"candidate '{kind}' for {side.upper()}: {reason}", f"Write '{chosen.name}'.")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One type for one side of one layer: what it allocates, maps counted, and what it alone costs in nats."""
+    """One candidate for one side of one layer: what it allocates, maps counted, and what it alone costs in nats."""
 
     layer: int
     side: str
@@ -51,7 +71,7 @@ class Tuned:
     bits_per_value: float
 
     def types(self, side: str, layers: int) -> tuple[str, ...]:
-        """By layer of the model; "" where a layer owns no KV."""
+        """Candidates by layer of the model; "" where a layer owns no KV."""
         chosen = {o.layer: o.type for o in self.options if o.side == side}
         return tuple(chosen.get(layer, "") for layer in range(layers))
 
@@ -88,8 +108,8 @@ class Profiles:
         return tuple(sorted(self.base.statistics))
 
     def maps(self, layer: int, kind: str) -> LayerMaps:
-        """What keys of that type have in that layer; nothing for one that is not quantized."""
-        if not cache_type(kind).is_quantized:
+        """What keys of that candidate have in that layer; nothing for a type that is not quantized."""
+        if kind.endswith(PLAIN) or not cache_type(kind).is_quantized:
             return LayerMaps()
         layout = layout_for(kind)
         if (layer, layout.name) not in self._maps:
@@ -103,12 +123,13 @@ class Profiles:
         return Cache("", 0, path)
 
     def make(self, k: Sequence[str], v: Sequence[str], name: str, provenance: Mapping[str, object] = {}) -> Profile:
-        """The profile that gives each layer these types, "" where a layer owns no KV."""
+        """The profile that gives each layer these candidates, "" where a layer owns no KV."""
         maps = {layer: found for layer in self.owners if (found := self.maps(layer, k[layer])).arrays()}
+        types_k = tuple(map(type_of, k))
         layout_k = tuple(layout_for(k[layer]).name if layer in maps else "" for layer in range(self.base.layers))
         return replace(
-            self.base, name=name, layout_k=layout_k, layout_v=("",) * self.base.layers, maps=maps, types_k=tuple(k), types_v=tuple(v),
-            formats=formats_of((*layout_k, *k, *v)), provenance={**self.base.provenance, **provenance},
+            self.base, name=name, layout_k=layout_k, layout_v=("",) * self.base.layers, maps=maps, types_k=types_k, types_v=tuple(v),
+            formats=formats_of((*layout_k, *types_k, *v)), provenance={**self.base.provenance, **provenance},
         )
 
 
@@ -150,15 +171,28 @@ def measure(
     """
     n = profiles.base.layers
     f16 = ["f16" if layer in profiles.owners else "" for layer in range(n)]
-    pieces = chunks_of(engine, text, plan)
     asked = [(layer, side, kind) for layer in profiles.owners for side in SIDES for kind in candidates[side] if kind != "f16"]
     caches = []
     for layer, side, kind in asked:
         types = {"k": list(f16), "v": list(f16)}
         types[side][layer] = kind
-        caches.append(profiles.probe(types["k"], types["v"], scratch / f"{layer}.{side}.{kind}.gguf"))
-    total, done = len(asked) * len(pieces) * plan.n_ctx, 0
-    klds: list[float] = []
+        caches.append(profiles.probe(types["k"], types["v"], scratch / f"{layer}.{side}.{kind.replace(':', '.')}.gguf"))
+    klds = distances(engine, text, plan, caches, update)
+    options = [
+        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), max(0.0, kld))
+        for (layer, side, kind), kld in zip(asked, klds)
+    ]
+    options += [Option(layer, side, "f16", allocated(profiles, layer, side, "f16", cells[layer]), 0.0) for layer in profiles.owners for side in SIDES]
+    return options
+
+
+def distances(
+    engine: Engine, text: Text, plan: Plan, caches: Sequence[Cache], update: Callable[[int, int], None] = lambda done, total: None
+) -> list[float]:
+    """Mean KLD of each cache from f16 in nats. ``update(done, total)`` counts tokens over all caches."""
+    pieces = chunks_of(engine, text, plan)
+    total, done = len(caches) * len(pieces) * plan.n_ctx, 0
+    found: list[float] = []
     for start in range(0, len(caches), TOGETHER):
         group = caches[start : start + TOGETHER]
         with ExitStack() as stack:
@@ -171,13 +205,8 @@ def measure(
                 update(done, total)
 
             scores = [score_chunk(base, others, piece, plan.first, on_tokens) for piece in pieces]
-        klds += [float(np.mean([chunk[i].kld.mean() for chunk in scores])) for i in range(len(group))]
-    options = [
-        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), max(0.0, kld))
-        for (layer, side, kind), kld in zip(asked, klds)
-    ]
-    options += [Option(layer, side, "f16", allocated(profiles, layer, side, "f16", cells[layer]), 0.0) for layer in profiles.owners for side in SIDES]
-    return options
+        found += [float(np.mean([chunk[i].kld.mean() for chunk in scores])) for i in range(len(group))]
+    return found
 
 
 def allocated(profiles: Profiles, layer: int, side: str, kind: str, cells: int) -> int:
@@ -185,7 +214,7 @@ def allocated(profiles: Profiles, layer: int, side: str, kind: str, cells: int) 
     found = profiles.base.statistics[layer]
     size = found.k_size if side == "k" else found.v_size
     maps = profiles.maps(layer, kind).nbytes if side == "k" else 0
-    return cells * cache_type(kind).row_bytes(found.heads * size) + maps
+    return cells * cache_type(type_of(kind)).row_bytes(found.heads * size) + maps
 
 
 def values_of(profiles: Profiles, cells: Mapping[int, int]) -> int:
@@ -239,12 +268,16 @@ def uniform(options: Iterable[Option], k: str, v: str, values: int) -> Tuned:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``tune`` made: the profile, the choice, all options, and the best uniform choice of the same size or less, if there is one."""
+    """What ``tune`` made: the profile, the choice, all options, and what the choice costs with all layers together, in nats.
+
+    ``best_uniform``: name, choice and cost of the best pair for all layers of the same size or less, None if no pair fits.
+    """
 
     profile: Profile
     tuned: Tuned
     options: tuple[Option, ...]
-    best_uniform: Optional[tuple[str, Tuned]]
+    together: float
+    best_uniform: Optional[tuple[str, Tuned, float]]
 
 
 def tune(
@@ -262,8 +295,10 @@ def tune(
 
     Raises KvfmtError for a profile of another model, a type that does not fit, a budget that nothing fits.
     """
+    check_candidates(candidates)
     base.check_model(subject.path)
     profiles = Profiles(base)
+    layers = base.layers
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         cells = cells_of(engine, profiles, n_ctx, scratch)
@@ -276,13 +311,17 @@ def tune(
         )
         check_budget(least, room, values)
         options = measure(engine, profiles, text, plan, cells, candidates, scratch, update)
-    tuned = choose(options, room, values)
-    pairs = [(f"{k}/{v}", uniform(options, k, v, values)) for k in (*candidates["k"], "f16") for v in (*candidates["v"], "f16")]
-    fitting = [pair for pair in pairs if pair[1].bits_per_value * values / 8 <= room * (1 + 1e-9)]
-    best = min(fitting, key=lambda pair: pair[1].predicted) if fitting else None
-    layers = base.layers
+        tuned = choose(options, room, values)
+        pairs = [(f"{k}/{v}", uniform(options, k, v, values)) for k in (*candidates["k"], "f16") for v in (*candidates["v"], "f16")]
+        fitting = [pair for pair in pairs if pair[1].bits_per_value * values / 8 <= room * (1 + 1e-9)]
+        best = min(fitting, key=lambda pair: pair[1].predicted) if fitting else None
+        # The sum says what is best, not what it costs: errors of early layers reach later ones.
+        compared = [tuned, *([best[1]] if best else [])]
+        caches = [profiles.probe(of.types("k", layers), of.types("v", layers), scratch / f"together{i}.gguf") for i, of in enumerate(compared)]
+        costs = distances(engine, text, plan, caches)
     profile = profiles.make(
         tuned.types("k", layers), tuned.types("v", layers), f"{subject.name}, tuned to {tuned.bits_per_value:.2f} bits at {n_ctx} tokens",
-        {"tuned.bits": tuned.bits_per_value, "tuned.context": n_ctx, "tuned.text.name": text.name, "tuned.text.sha256": text.sha256, "tuned.predicted": tuned.predicted},
+        {"tuned.bits": tuned.bits_per_value, "tuned.context": n_ctx, "tuned.text.name": text.name, "tuned.text.sha256": text.sha256,
+         "tuned.predicted": tuned.predicted, "tuned.kld": costs[0]},
     )
-    return Outcome(profile, tuned, tuple(options), best)
+    return Outcome(profile, tuned, tuple(options), costs[0], (*best, costs[1]) if best else None)

@@ -37,7 +37,7 @@ def tune(
     text: str = typer.Option("cpp", help="'docs', 'cpp' or a text file to measure on; not the one that you judge by"),
     n_ctx: int = typer.Option(512, min=64, help="tokens of a chunk"),
     chunks: int = typer.Option(1, min=1, help="chunks of the text"),
-    k: Optional[str] = typer.Option(None, "--k", help="candidates for K, separated by commas"),
+    k: Optional[str] = typer.Option(None, "--k", help="candidates for K, separated by commas; TYPE:plain is one without maps"),
     v: Optional[str] = typer.Option(None, "--v", help="candidates for V"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.tuned.kvprofile.gguf in this folder"),
     threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
@@ -48,13 +48,11 @@ def tune(
     from bench.engine import Engine
     from kvfmt import calibrate
     from kvfmt.build.console import console, progress, step
-    from kvfmt.policy import cache_type
     from kvfmt.profile import Profile
     from kvfmt.subjects import find_model, find_text
 
     candidates = {side: tuple(given.split(",")) if given else work.CANDIDATES[side] for side, given in (("k", k), ("v", v))}
-    for name in {name for names in candidates.values() for name in names}:
-        cache_type(name)
+    work.check_candidates(candidates)
     budget = work.Budget(bits, size_of(memory, "memory") if memory is not None else None)
     if memory is not None and context is None:
         raise KvfmtError("--memory says nothing without --context", "Give the tokens that have to fit, e.g. --context 32k.")
@@ -76,10 +74,12 @@ def tune(
     made.profile.write(target)
     console.print(table(made))
     console.print(f"{made.tuned.bits_per_value:.3f} bits/value at {tokens} tokens, {made.profile.sidecar_bytes / 2**20:.2f} MiB of maps counted; "
-                  f"sum of the layers' KLD {made.tuned.predicted:.4f}")
+                  f"KLD on {measured_on.name} {made.together:.4f} (sum of the layers alone {made.tuned.predicted:.4f})")
     if made.best_uniform:
-        name, best = made.best_uniform
-        console.print(f"best of one pair for all layers within the budget: {name}, {best.bits_per_value:.3f} bits/value, sum {best.predicted:.4f}")
+        name, best, together = made.best_uniform
+        console.print(f"best of one pair for all layers within the budget: {name}, {best.bits_per_value:.3f} bits/value, KLD {together:.4f} (sum {best.predicted:.4f})")
+        if together < made.together:
+            console.print(f"[yellow]{name} in all layers is closer: errors of layers do not add up on this text. Try more --chunks, or use {name}.[/yellow]")
     step(f"profile: {target}; measure it: kvfmt bench quality --model {model} --caches @{target}")
 
 

@@ -436,6 +436,11 @@ def make_profile(
     return Calibration(profile, maps)
 
 
+def default_reach(model: LoadedModel) -> int:
+    """Tokens of the longest context that a profile of this model is made for, unless somebody says otherwise."""
+    return min(REACH, model.n_ctx_train)
+
+
 def calibrate(
     subject: ModelFile,
     texts: Sequence[Text],
@@ -453,7 +458,7 @@ def calibrate(
 
     with LoadedModel(subject.path, threads) as model:
         lengths = lengths or sorted({min(n, model.n_ctx_train) for n in LENGTHS})
-        reach = min(REACH, model.n_ctx_train) if reach is None else reach
+        reach = default_reach(model) if reach is None else reach
         statistics = measure(model, texts, lengths, tokens, update, reach)
     return make_profile(subject, statistics, layout, kind, centre, {
         "tokens": max(found.tokens for found in statistics.values()), "context": [int(n) for n in lengths], "reach": reach,

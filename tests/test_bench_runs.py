@@ -213,3 +213,27 @@ def test_the_commands(tiny, tmp_path):
     assert {row.kind for row in Results(tmp_path / "r.jsonl")} == {"generate", "retrieval", "speed"}
     for command in (["generate", "--sets", "easy"], ["retrieval", "--length", "100000"], ["speed", "--depth", "100000"]):
         assert CliRunner().invoke(app, [*command, *common]).exit_code == 1
+
+
+def test_profiles_of_the_benchmark_are_made_once_and_again_for_another_model(tmp_path, monkeypatch):
+    from bench import profiles
+    from kvfmt import calibrate
+
+    monkeypatch.setattr(calibrate, "TOKENS", 256)
+    monkeypatch.setattr(calibrate, "LENGTHS", (128,))
+    runs = []
+    measured = profiles._measured
+    monkeypatch.setattr(profiles, "_measured", lambda *given: runs.append(1) or measured(*given))
+    one, other = (find_model(str(random_gguf.llama(tmp_path / f"m{seed}.gguf", seed=seed))) for seed in (1, 2))
+    other = replace(other, name=one.name)
+    first = profiles.calibrated_caches(one, tmp_path / "p", 1)
+    assert [cache.kv for cache in first] == ["kvt3/kve8_2", "kvt4/kvq4"] and len(runs) == 1
+    assert [cache.calibrated.layout_k[0] for cache in first] == ["kvt3", "kvt4"]
+    again = profiles.calibrated_caches(one, tmp_path / "p", 1)
+    assert [c.calibrated.hash for c in again] == [c.calibrated.hash for c in first] and len(runs) == 1
+    # The same name, another model: what lies there is not its profile.
+    profiles.calibrated_caches(other, tmp_path / "p", 1)
+    assert len(runs) == 2
+    first[0].profile.write_bytes(b"nonsense")
+    profiles.calibrated_caches(other, tmp_path / "p", 1)
+    assert len(runs) == 2, "statistics come from the other profile where one is left"

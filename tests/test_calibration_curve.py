@@ -22,10 +22,14 @@ def test_sizes_and_texts(tmp_path):
         points = calibration.curve(model, TEXTS, [64], 384)
         both = calibration.curve(model, TEXTS[:1], [32, 64], 192)
         # What a pass has after one context is what calibration of that context alone gives.
-        first = calibration.growing(model, TEXTS[0], [64], 384)[64]
+        first = calibration.growing(model, TEXTS[0], [64], 384)[64][1]
         alone = calibrate.Collector()
         with calibrate.Context(model, 64, alone) as context:
             context.feed(calibrate.contexts_of(model, TEXTS[0], 64, 6)[0], lambda n: None)
+        # With a reach, maps come from statistics that are turned to later positions, and are used on what was seen.
+        far, seen = calibration.growing(model, TEXTS[0], [64], 64, reach=1024)[64]
+    np.testing.assert_allclose(seen[1].k_cov, first[1].k_cov, rtol=1e-9)
+    assert np.abs(far[1].k_cov - seen[1].k_cov).max() > 1e-6 * np.abs(seen[1].k_cov).max()
     np.testing.assert_allclose(first[1].k_cov, alone.statistics()[1].k_cov, rtol=1e-9)
     assert len(points) == 2 * 4 * 2 and {p.tokens for p in points} == {64, 128, 256, 384}
     assert {(p.made_from, p.used_on) for p in both} == {(f"words@{a}", f"words@{b}") for a in ("32", "64", "32+64") for b in (32, 64)}
@@ -38,7 +42,7 @@ def test_sizes_and_texts(tmp_path):
 
 def test_maps_of_the_same_statistics_gain_what_they_say(tmp_path):
     with LoadedModel(random_gguf.llama(tmp_path / "m.gguf", n_layer=1), 1) as model:
-        found = calibration.growing(model, TEXTS[0], [64], 256)[256]
+        found = calibration.growing(model, TEXTS[0], [64], 256)[256][1]
     from kvfmt.geometry import key_maps
 
     maps = key_maps(found[0])

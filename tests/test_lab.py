@@ -9,14 +9,15 @@ import pytest
 
 from bench import claims, report
 from bench.lab import codecs as c
-from bench.lab import contexts, experiment, keys, locus, positions, probe, recall
+from bench.lab import calibrated, contexts, experiment, keys, locus, positions, probe, recall
 from bench.lab import policies as p
 from bench.lab.cache import Stored
 from bench.lab.methods import GROWTH, Method, all_methods, find_methods, growth
 from bench.lab.score import compare
 from bench.lab.session import LabError, Session
 from bench.records import Results
-from kvfmt.subjects import Text, find_model
+from kvfmt.calibrate import calibrate
+from kvfmt.subjects import Text, find_model, find_text
 from converters import state as states
 from converters.state import StateError
 from kvfmt import registry
@@ -246,6 +247,41 @@ def test_an_intentional_fault_is_caught(context, fault, words):
     method = Method("faulty", "study", Faulty(fault, context.stored), c.Int(8))
     with pytest.raises(LabError, match=words):
         method.apply(context.stored, context.layout)
+
+
+@pytest.fixture(scope="module")
+def profile(smollm2):
+    with_text = find_text("cpp")
+    return calibrate(smollm2[2], [with_text], (256,), 512).profile
+
+
+def test_calibrated_keys_come_back_through_their_maps(profile, context):
+    mapped = calibrated.keys_of(profile, "kvq3", "full", True)
+    x = context.stored.f16(3, "k").astype(np.float32)
+    exact = replace(mapped, inner=c.Exact()).of_layer(3)
+    np.testing.assert_allclose(exact.apply(x), x, atol=2e-2 * np.abs(x).max())
+    with pytest.raises(LabError, match="the profile"):
+        mapped.of_layer(3).apply(x[:, :2])
+    with pytest.raises(LabError, match="nothing of layer 99"):
+        mapped.of_layer(99)
+    # The maps of a layer are stored once, whatever the number of tokens.
+    extra = 8 * profile.maps[3].nbytes
+    for tokens in (64, 4096):
+        assert mapped.allocated_bits(tokens, 3, 64) - c.Blocks("kvq3").allocated_bits(tokens, 3, 64) == extra
+    assert mapped.identity != calibrated.keys_of(profile, "kvq3", "full", False).identity
+
+
+def test_each_part_of_the_geometry_is_a_row_and_all_together_are_closest(smollm2, context, profile):
+    found = {m.name: m for m in calibrated.methods(profile)}
+    klds = {}
+    for name, method in found.items():
+        # With values in f16: what is compared is the keys.
+        changed = replace(method, v=c.Exact()).apply(context.stored, context.layout)
+        klds[name.split(", ", 1)[1] if name.startswith("kvq3") else name] = contexts.score(smollm2[0], context, changed).kld.mean()
+    assert klds["full map, centred"] < klds["Hadamard only"]
+    assert len(find_methods(None, tuple(found.values()))) == len(all_methods()) + len(found)
+    with pytest.raises(KvfmtError, match="no statistics"):
+        calibrated.methods(replace(profile, statistics={}))
 
 
 def test_no_real_method_is_taken_for_faulty_and_coarser_is_further(smollm2, context):

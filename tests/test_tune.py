@@ -99,6 +99,31 @@ def test_layers_that_cost_more_get_more(tmp_path):
     assert few.best_uniform is None or few.best_uniform[1].predicted >= few.tuned.predicted
 
 
+def test_keys_without_maps_are_a_choice_and_bring_none(tmp_path):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    profiles = t.Profiles(base)
+    made = profiles.make(["kve8_2:plain", "kve8_2"], ["kve8_2", "q8_0"], "two kinds")
+    assert made.types_k == ("kve8_2", "kve8_2") and made.layout_k == ("", "flat") and sorted(made.maps) == [1]
+    with_maps, without = (t.allocated(profiles, 0, "k", kind, 512) for kind in ("kve8_2", "kve8_2:plain"))
+    assert with_maps - without == made.maps[1].nbytes
+    made.write(tmp_path / "two.gguf")
+    with Engine(path) as engine, engine.open(Cache("", 0, tmp_path / "two.gguf"), 512) as session:
+        assert session.allocated.sidecar_bytes == made.maps[1].nbytes
+
+
+def test_what_is_chosen_is_also_measured_together(tmp_path):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    with Engine(path) as engine:
+        plan = quality.make_plan(128, 1, None)
+        made = t.tune(engine, subject_of(path), base, TEXT, plan, 4096, t.Budget(6.0), {"k": ("kvt3", "q8_0"), "v": ("kve8_2", "q8_0")})
+        made.profile.write(tmp_path / "tuned.gguf")
+        again = t.distances(engine, TEXT, plan, [Cache("", 0, tmp_path / "tuned.gguf")])
+    assert made.together == pytest.approx(again[0], rel=1e-6) and made.together > 0
+    assert made.best_uniform is not None and made.best_uniform[2] > 0
+
+
 def test_a_budget_that_nothing_fits_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
     base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
@@ -121,6 +146,8 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
         (["--bits", "3", "--memory", "1G"], "a budget is needed, and only one"),
         (["--memory", "1G"], "--memory says nothing without --context"),
         (["--bits", "3", "--k", "kvq9"], "unknown cache type 'kvq9'"),
+        (["--bits", "3", "--k", "kvt3:plain"], "candidate 'kvt3:plain' for K: kvt3 needs maps"),
+        (["--bits", "3", "--v", "kve8_2:plain"], "candidate 'kve8_2:plain' for V: values have no maps"),
         (["--memory", "much", "--context", "1k"], "memory 'much' is no size"),
     ),
 )

@@ -21,6 +21,7 @@ def register(app: typer.Typer, model_option, output_option, threads_option, outp
         model: str = model_option,
         text: str = TEXT,
         methods: Optional[str] = typer.Option(None, help="names separated by ';'; default: all"),
+        profile: Optional[Path] = typer.Option(None, help="what `kvfmt calibrate` wrote: adds rows with calibrated keys"),
         output: Optional[Path] = output_option,
         threads: Optional[int] = threads_option,
     ) -> None:
@@ -30,7 +31,7 @@ def register(app: typer.Typer, model_option, output_option, threads_option, outp
         from kvfmt.build.console import console
 
         target = output_file(output, model)
-        rows = run_lab(model, text, target, methods, threads=threads)
+        rows = run_lab(model, text, target, methods, threads=threads, profile=profile)
         console.print(pages.lab_table([r for r in rows if r.setup["what"] == "method"]).markdown(), soft_wrap=True)
         console.print(f"rows: {target}", soft_wrap=True)
 
@@ -73,19 +74,24 @@ def register(app: typer.Typer, model_option, output_option, threads_option, outp
     ) -> None:
         """Every measurement, of a size that fits half an hour for SmolLM2 on two cores; then the report."""
         from bench import cli
+        from bench.caches import default_caches, shortlist
+        from bench.profiles import calibrated_caches
         from kvfmt.build.models import chosen_models
         from kvfmt.build.paths import ROOT
+        from kvfmt.subjects import find_model
 
         folder = folder or ROOT / "bench" / "results"
         outputs = []
         for name in chosen_models(models):
             target = folder / output_file(None, name).name
-            same = {"model": name, "caches": None, "output": target, "threads": threads, "gpu_layers": 0}
-            cli.quality(text=["docs"], n_ctx=[1024], chunks=4, score_from=None, **same)
-            cli.generate(sets="short,hard", prompts=4, seed=1, **same)
-            cli.retrieval(length=[1024], documents=2, keys=5, seed=1, **same)
-            cli.speed(depth=[0, 1024], rounds=4, decode=16, prefill=128, seed=1, **same)
+            calibrated = calibrated_caches(find_model(name), ROOT / "build" / "profiles", threads)
+            every, chosen = ((*caches, *calibrated) for caches in (default_caches(), shortlist()))
+            same = {"model": name, "output": target, "threads": threads, "gpu_layers": 0}
+            cli.quality(text=["docs"], caches=every, n_ctx=[1024], chunks=4, score_from=None, **same)
+            cli.generate(sets="short,hard", caches=chosen, prompts=4, seed=1, **same)
+            cli.retrieval(length=[1024], caches=chosen, documents=2, keys=5, seed=1, **same)
+            cli.speed(depth=[0, 1024], caches=chosen, rounds=4, decode=16, prefill=128, seed=1, **same)
             probe(name, "docs", target, threads)
-            lab(name, "docs", None, target, threads)
+            lab(name, "docs", None, calibrated[0].profile, target, threads)
             outputs.append(target)
         report(outputs, folder / "report.html")

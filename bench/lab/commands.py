@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Optional
 
 from bench.lab import experiment, locus, positions, probe
+from bench.lab.calibrated import methods as with_profile
 from bench.lab.contexts import SETTINGS, Setting
 from bench.lab.methods import find_methods
 from bench.records import Results, Row
 from kvfmt.build.console import console, progress
+from kvfmt.profile import Profile
 from kvfmt.subjects import find_model, find_text
 
 
@@ -23,10 +25,16 @@ def announce(row: Row) -> None:
 
 def run_lab(
     model: str, text: str, output: Path, methods: Optional[str] = None, settings: tuple[Setting, ...] = SETTINGS,
-    threads: Optional[int] = None, loci: bool = True,
+    threads: Optional[int] = None, loci: bool = True, profile: Optional[Path] = None,
 ) -> list[Row]:
-    """The methods' table on short and long prompts, and the loci. Raises KvfmtError for what cannot be measured."""
-    chosen = find_methods(methods)
+    """The methods' table on short and long prompts, and the loci; with a profile, calibrated keys too.
+
+    Raises KvfmtError for what cannot be measured, and for a profile of another model.
+    """
+    calibrated = None if profile is None else Profile.read(profile)
+    chosen = find_methods(methods, () if calibrated is None else with_profile(calibrated))
+    if calibrated is not None:
+        calibrated.check_model(find_model(model).path)
     subject, source, results = find_model(model), find_text(text), Results(output)
     rows: list[Row] = []
     session, geometry = experiment.open_session(subject, (*settings, locus.LOCUS, probe.PROBE), threads)

@@ -12,7 +12,7 @@ from bench.divergence import mean
 from bench.lab import contexts as ctxs
 from bench.lab import recall as recalls
 from bench.lab.cache import Geometry, Stored
-from bench.lab.codecs import Blocks, Codec, Rotated
+from bench.lab.codecs import Blocks, Codec
 from bench.lab.contexts import HORIZON, Context, Setting
 from bench.lab.keys import evaluate, watch_qk
 from bench.lab.methods import GROWTH, Method, growth
@@ -33,9 +33,11 @@ Announce = Callable[[Row], None]
 
 
 def origin(model: ModelFile, text: Text, n_ctx: int, *codecs: Codec) -> Provenance:
-    """Where a row of the lab comes from, with the spec hashes of those codecs that are formats of ours."""
-    inner = [c.inner if isinstance(c, Rotated) else c for c in codecs]
+    """Where a row of the lab comes from, with the spec hashes of those codecs that are formats of ours, and of their maps."""
+    inner = [getattr(c, "inner", c) for c in codecs]
     hashes = {c.name: registry.get(c.name).spec.hash for c in inner if isinstance(c, Blocks)}
+    for codec in codecs:
+        hashes.update(getattr(codec, "identity", {}))
     return Provenance.here(hashes, model, text, n_ctx, SEED)
 
 

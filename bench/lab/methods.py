@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol, Sequence, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +19,13 @@ from kvfmt.errors import UnknownName
 #: How many layers the study called sensitive, and how many decoded tokens it kept beside the prompt.
 SENSITIVE, DECODED = 3, 32
 WINDOW = 64
+
+
+@runtime_checkable
+class PerLayer(Protocol):
+    """A codec that is another in each layer."""
+
+    def of_layer(self, layer: int) -> Codec: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Method:
             for cells, codec in ((~kept, self.k if side == "k" else self.v), (kept, self.keeper)):
                 # f16 cells stay bit for bit what they were.
                 if cells.any() and not isinstance(codec, c.Exact):
+                    if isinstance(codec, PerLayer):
+                        codec = codec.of_layer(layer)
                     values = x[cells].astype(np.float32)
                     back = codec.apply(values)
                     name, label = codec.name, side.upper()
@@ -147,11 +157,12 @@ def all_methods() -> tuple[Method, ...]:
     return tuple(found)
 
 
-def find_methods(text: str | None) -> tuple[Method, ...]:
-    """Methods whose names are in a list separated by ";" (names have commas); all for None. Raises UnknownName."""
+def find_methods(text: str | None, more: Sequence[Method] = ()) -> tuple[Method, ...]:
+    """Methods whose names are in a list separated by ";" (names have commas), of the table's and ``more``; all for None. Raises UnknownName."""
+    every = (*all_methods(), *more)
     if text is None:
-        return all_methods()
-    known = {m.name: m for m in all_methods()}
+        return every
+    known = {m.name: m for m in every}
     wanted = [name.strip() for name in text.split(";") if name.strip()]
     for name in wanted:
         if name not in known:

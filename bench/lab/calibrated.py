@@ -1,0 +1,108 @@
+"""Calibrated keys in the lab: centring, pair scaling, the full map and unequal bits, each on its own and together."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Mapping
+
+import numpy as np
+
+from bench.lab import codecs as c
+from bench.lab.methods import Method
+from bench.lab.session import LabError
+from kvfmt import registry
+from kvfmt.calibrate import stored_maps
+from kvfmt.errors import KvfmtError
+from kvfmt.geometry import key_maps, layout_for
+from kvfmt.profile import LayerMaps, Profile
+
+#: Types that the table's calibrated rows are made of: keys with the same noise everywhere, values.
+FLAT_KEYS, VALUES = "kvq3", "kve8_2"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Keys that pass through a layer's maps into a format, as llama.cpp stores them, and come back through their inverse.
+
+    ``maps`` has what each layer stores beside its cells, and counts in the rate. A mean key is added again, which
+    changes no attention: softmax does not see it.
+    """
+
+    inner: c.Codec
+    kind: str
+    centre: bool
+    maps: Mapping[int, LayerMaps] = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}, map {self.kind}{', centred' if self.centre else ''}"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a row depends on beside the format: a hash of the maps."""
+        digest = hashlib.sha256()
+        for layer, maps in sorted(self.maps.items()):
+            for name, array in maps.arrays().items():
+                digest.update(f"{layer} {name} {array.dtype.name} {array.shape}".encode() + array.tobytes())
+        return {"maps": digest.hexdigest()}
+
+    def of_layer(self, layer: int) -> "InLayer":
+        """The codec of one layer. Raises LabError if the profile has no statistics of it."""
+        if layer not in self.maps:
+            raise LabError(f"{self.name}: the profile has nothing of layer {layer}", "It was made for another model.")
+        return InLayer(self.name, self.inner, self.maps[layer])
+
+    def allocated_bits(self, tokens: int, heads: int, dim: int) -> int:
+        """With the maps of a layer, which are stored once for any number of tokens."""
+        found = next(iter(self.maps.values()))
+        return self.inner.allocated_bits(tokens, heads, dim) + 8 * found.nbytes
+
+
+@dataclass(frozen=True)
+class InLayer:
+    """One layer of ``Mapped``."""
+
+    name: str
+    inner: c.Codec
+    maps: LayerMaps
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        """float32 [tokens, heads, dim]. Raises LabError for other heads than the profile's."""
+        key, query = (m.astype(np.float32) for m in (self.maps.k_map, self.maps.q_map))
+        if x.shape[1:] != key.shape[:2]:
+            raise LabError(f"{self.name}: keys have {x.shape[1:]} heads and values, the profile {key.shape[:2]}", "It was made for another model.")
+        mean = 0 if self.maps.k_mean is None else self.maps.k_mean
+        stored = np.einsum("hij,thj->thi", key, x - mean)
+        return np.einsum("hij,thi->thj", query, self.inner.apply(stored)) + mean
+
+    def allocated_bits(self, tokens: int, heads: int, dim: int) -> int:
+        return self.inner.allocated_bits(tokens, heads, dim) + 8 * self.maps.nbytes
+
+
+def keys_of(profile: Profile, name: str, kind: str, centre: bool) -> Mapped:
+    """Keys of the format ``name`` through maps made from the profile's statistics. Raises KvfmtError if it has none."""
+    if not profile.statistics:
+        raise KvfmtError(f"profile '{profile.name}' has no statistics", "The lab makes maps from them: kvfmt calibrate makes a profile that has.")
+    layout = layout_for(name)
+    # A layer whose softmax is not shift-invariant is not centred, whatever is asked for.
+    maps = {layer: stored_maps(key_maps(found, layout, kind, centre), found) for layer, found in profile.statistics.items()}
+    return Mapped(c.Blocks(name), kind, centre, maps)
+
+
+def methods(profile: Profile) -> tuple[Method, ...]:
+    """What a profile adds to the table: each part of the geometry alone, then all, with the same values throughout."""
+    values = c.Rotated(c.Blocks(VALUES), "v")
+    plain = Method(f"{FLAT_KEYS}/{VALUES}, Hadamard only", "calibrated", c.Rotated(c.Blocks(FLAT_KEYS), "k"), values)
+    steps = [
+        (FLAT_KEYS, "none", True, "centred"),
+        (FLAT_KEYS, "pairs", False, "pair scaling"),
+        (FLAT_KEYS, "pairs", True, "pair scaling, centred"),
+        (FLAT_KEYS, "full", False, "full map"),
+        (FLAT_KEYS, "full", True, "full map, centred"),
+        *((fmt.spec.name, "full", True, "full map, centred, unequal bits") for fmt in registry.all_formats() if fmt.spec.needs_profile),
+    ]
+    return (plain, *(
+        Method(f"{name}/{VALUES}, {title}", "calibrated", keys_of(profile, name, kind, centre), values)
+        for name, kind, centre, title in steps
+    ))
