@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import random_gguf
 
 from bench import gpu_check
 from cpp_patch.fattn_pairs import pairs
@@ -114,3 +115,23 @@ def test_a_build_without_a_compiler_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingTool, match="cmake is missing, and without --bin"):
         gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
+
+
+def test_speed_and_fidelity_read_what_the_programs_print(ggml_libdir, tmp_path):
+    """The real programs on a random model, on the CPU."""
+    model = random_gguf.llama(tmp_path / "random.gguf")
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 150)
+    check = gpu_check.Check(ggml_libdir, tmp_path / "out.json", time.monotonic() + 250, "CPU", [], ["-t", "1"])
+    caches = list(gpu_check.REHEARSAL.caches)
+    check.step("speed", 1, lambda: check.speed(str(model), caches, (0, 32), 2))
+    check.step("fidelity", 1, lambda: check.fidelity(str(model), str(text), caches[1:], 1))
+    assert gpu_check.verdict(check.report) == 0, check.report
+    turns = check.report["speed"]["caches"]
+    assert set(turns) == set(caches)
+    for cache in caches:
+        assert set(turns[cache]) == {"prefill@0", "decode@0", "prefill@32", "decode@32"}
+        assert all(len(each) == 2 and min(each) > 0 for each in turns[cache].values())
+    scored = check.report["fidelity"][caches[1]]
+    assert 0 < scored["mean_kld"] < 5 and 0 < scored["same_top_percent"] < 100
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.json", "random.gguf", "text"], "a file is left behind"
