@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -37,15 +38,16 @@ OURS = ("kvq3/kvq2", "kvq4/kvq4", "kve8_3/kve8_2", "kvnf4/kvnf4")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: depths in tokens, rounds of turns, chunks of 1,024 tokens, and whether every pair is timed."""
+    """How much is measured: caches, depths in tokens, rounds of turns, chunks of 1,024 tokens, and whether every pair is timed."""
 
+    caches: tuple[str, ...] = (*STOCK, *OURS)
     depths: tuple[int, ...] = (0, 4096, 16384)
     rounds: int = 3
     chunks: int = 8
     all_pairs: bool = True
 
 
-REHEARSAL = Scale(depths=(0, 256), rounds=1, chunks=1, all_pairs=False)
+REHEARSAL = Scale(caches=(STOCK[0], OURS[0]), depths=(0, 64), rounds=1, chunks=1, all_pairs=False)
 #: Attention whose bandwidth is measured, as in 0005-upstream-tests: heads, size of one, cells.
 PERF_HEADS, PERF_HEAD, PERF_CELLS = 8, 128, 131072
 GPU = 1  # enum ggml_backend_dev_type
@@ -333,16 +335,24 @@ def build(tree: Path, folder: Path, arch: str, seconds: float) -> None:
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     flags = [*FLAGS, "-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", f"-DCMAKE_CUDA_ARCHITECTURES={arch}"]
     until = time.monotonic() + seconds
-    for command in (
-        ["cmake", "-S", str(tree), "-B", str(folder), *generator, *flags],
-        ["cmake", "--build", str(folder), "-j", str(os.cpu_count() or 1), "--target", *TARGETS],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=until - time.monotonic())
-        except subprocess.TimeoutExpired:
-            raise BuildFailed("the build is not done, and the time is over", "Run the same command again: it goes on; or give --bin or --minutes.") from None
-        if done.returncode:
-            raise BuildFailed(f"{' '.join(command[:2])} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "build.log"
+    jobs = str(os.cpu_count() or 1)
+    print(f"compiling for architecture {arch} with {jobs} jobs; see {log}", flush=True)
+    with log.open("w") as said:
+        for command in (
+            ["cmake", "-S", str(tree), "-B", str(folder), *generator, *flags],
+            ["cmake", "--build", str(folder), "-j", jobs, "--target", *TARGETS],
+        ):
+            running = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                status = running.wait(max(until - time.monotonic(), 1))
+            except subprocess.TimeoutExpired:
+                os.killpg(running.pid, signal.SIGTERM)  # with the compilers that it started
+                hint = "Run the same command again: it goes on; or give --bin or --minutes."
+                raise BuildFailed("the build is not done, and the time is over", hint) from None
+            if status:
+                raise BuildFailed(f"{' '.join(command[:2])} failed:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def missing(options: argparse.Namespace) -> list[str]:
@@ -412,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
     check.save()
     pairs = pairs_of(options.tree)
     scale = REHEARSAL if rehearsal else Scale()
-    caches = [*STOCK, *OURS]
+    caches = list(scale.caches)
     stock = [cache.replace("/", "-") for cache in STOCK]
     timed = options.speed_model or options.model
     check.step("parity", 5, lambda: parity(backend, golden))

@@ -13,7 +13,7 @@ QUAD = 4
 
 
 def packing(spec: BlockSpec) -> str:
-    """The layout's name in kvq-fattn.cuh: "crumbs", "signed_crumbs", "nibbles", "words", "quarters" or "levels"."""
+    """The layout's name in kvq-levels.cuh: "crumbs", "signed_crumbs", "nibbles", "words", "quarters" or "levels"."""
     counts = {field.name: field.count for field in spec.fields[1:]}
     tables = {table.name: len(table.values) for table in spec.tables}
     if spec.block != 64:

@@ -186,20 +186,36 @@ def test_get_rows_of_other_types(device, fmt, kind):
 
 
 def _one_bit_in_every_table(name: str, text: str) -> str:
-    """The lowest bit of one entry of each format's first table, changed."""
+    """The lowest bit of one entry of each table, changed: the first, or of a single row of thresholds the middle one."""
     if name != "kvq/kvq_blocks.h":
         return text
     for fmt in ALL:
-        table = rf"(KVQ_TABLE \w+ {fmt.spec.name}_{fmt.spec.tables[0].name}\[[^=]*= \{{\s*\{{?\s*)(-?\d+)"
-        text, changed = re.subn(table, lambda m: m[1] + str(int(m[2]) ^ 1), text)
-        assert changed == 1, fmt.spec.name
+        for table in fmt.spec.tables:
+            before = r"-?\d+[^-\d]+" * (len(table.values) // 2 if table.name == "thresholds" else 0)
+            entry = rf"(KVQ_TABLE \w+ {fmt.spec.name}_{table.name}\[[^=]*= [^-\d]*{before})(-?\d+)"
+            text, changed = re.subn(entry, lambda m: m[1] + str(int(m[2]) ^ 1), text)
+            assert changed == 1, (fmt.spec.name, table.name)
+    return text
+
+
+def _one_bit_in_every_word(name: str, text: str) -> str:
+    """The lowest bit of the first four levels or magnitudes of each format, which conversions read as one word, changed."""
+    if name != "ggml-cuda/kvq-levels.cuh":
+        return text
+    for fmt in ALL:
+        table = next(t for t in fmt.spec.tables if t.name in ("levels", "rows", "fine"))
+        word = int.from_bytes(bytes(v & 255 for v in table.values[:4]), "little")
+        start = re.search(rf"{fmt.spec.name}_row_words|kvq_levels4<GGML_TYPE_{fmt.spec.name.upper()}>", text).start()
+        head, found, tail = text[start:].partition(f"0x{word:08X}u")
+        assert found, fmt.spec.name
+        text = text[:start] + head + f"0x{word ^ 1:08X}u" + tail
     return text
 
 
 #: In each body, one bit of a comparison or a constant.
 BODY_FAULTS = {
     "kvq/kvq_lloyd.h": ("mag > threshold[k]", "mag >= threshold[k]"),
-    "kvq/kvq_allocated.h": ("m[i] > t[k]", "m[i] >= t[k]"),
+    "kvq/kvq_allocated.h": ("m[i] > threshold ?", "m[i] >= threshold ?"),
     "kvq/kvq_e8.h": ("+ 32768) >> 16", "+ 0) >> 16"),
     "kvq/kvnf4.h": ("xi > kvnf4_thresholds[k]", "xi >= kvnf4_thresholds[k]"),
 }
@@ -213,13 +229,13 @@ def _one_bit_in_every_body(name: str, text: str) -> str:
     return text.replace(right, wrong)
 
 
-@pytest.mark.parametrize("fault", [_one_bit_in_every_table, _one_bit_in_every_body], ids=["table", "body"])
+@pytest.mark.parametrize("fault", [_one_bit_in_every_table, _one_bit_in_every_word, _one_bit_in_every_body], ids=["table", "word", "body"])
 def test_a_fault_of_one_bit_is_seen(ggml, ggml_libdir, patched, fault):
     """In every format: what is encoded or decoded with the fault is not what Python says."""
     broken = device_library(patched, "encode.cpp", ggml_libdir, edit=fault)
     broken.simt_convert.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     for fmt in ALL:
-        x = tie_rows(fmt.spec)
+        x = np.concatenate([tie_rows(fmt.spec), np.random.default_rng(70).standard_normal((1000, 64)).astype(np.float32)])
         index = np.arange(len(x), dtype=np.int64)
         encoded = fmt.encode(x)
         floats = np.zeros(x.shape, np.float32)

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import random_gguf
 
 from bench import gpu_check
 from cpp_patch.fattn_pairs import pairs
 from kvfmt import registry
 from kvfmt.build.paths import ROOT
+from kvfmt.errors import BuildFailed, MissingTool
 
 SCRIPT = Path(gpu_check.__file__).with_suffix(".sh")
 
@@ -80,3 +82,56 @@ def test_the_caches_are_ones_that_the_kernel_serves(patched):
     bits = gpu_check.type_bits(gpu_check.recorded())
     for fmt in registry.all_formats():
         assert bits[fmt.spec.name] == fmt.spec.bits_per_value
+
+
+def _tools(folder: Path, monkeypatch, cmake: str) -> None:
+    """A PATH with a compiler that is never asked and a cmake that does this."""
+    for name, script in (("cmake", cmake), ("nvcc", "exit 1"), ("c++", "exit 1")):
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_build_that_fails_shows_its_end(tmp_path, monkeypatch):
+    _tools(tmp_path, monkeypatch, "echo no cuBLAS here; exit 3")
+    with pytest.raises(BuildFailed, match="no cuBLAS here"):
+        gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
+
+
+def test_a_build_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    _tools(tmp_path, monkeypatch, f"sleep 300 & echo $! > {tmp_path}/child; wait")
+    with pytest.raises(BuildFailed, match="the time is over") as error:
+        gpu_check.build(tmp_path, tmp_path / "work", "90", 1)
+    assert "goes on" in error.value.hint
+    child = int((tmp_path / "child").read_text())
+    until = time.monotonic() + 20
+    while Path(f"/proc/{child}/stat").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert time.monotonic() < until, "what cmake started runs on"
+
+
+def test_a_build_without_a_compiler_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingTool, match="cmake is missing, and without --bin"):
+        gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
+
+
+def test_speed_and_fidelity_read_what_the_programs_print(ggml_libdir, tmp_path):
+    """The real programs on a random model, on the CPU."""
+    model = random_gguf.llama(tmp_path / "random.gguf")
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 150)
+    check = gpu_check.Check(ggml_libdir, tmp_path / "out.json", time.monotonic() + 250, "CPU", [], ["-t", "1"])
+    caches = list(gpu_check.REHEARSAL.caches)
+    check.step("speed", 1, lambda: check.speed(str(model), caches, (0, 32), 2))
+    check.step("fidelity", 1, lambda: check.fidelity(str(model), str(text), caches[1:], 1))
+    assert gpu_check.verdict(check.report) == 0, check.report
+    turns = check.report["speed"]["caches"]
+    assert set(turns) == set(caches)
+    for cache in caches:
+        assert set(turns[cache]) == {"prefill@0", "decode@0", "prefill@32", "decode@32"}
+        assert all(len(each) == 2 and min(each) > 0 for each in turns[cache].values())
+    scored = check.report["fidelity"][caches[1]]
+    assert 0 < scored["mean_kld"] < 5 and 0 < scored["same_top_percent"] < 100
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.json", "random.gguf", "text"], "a file is left behind"

@@ -230,21 +230,62 @@ KVQ_FN_CONST uint16_t kvq_allocated_encode(const float * x, const kvq_allocation
 
 #if defined(KVQ_WARP)
 
-// kvq_allocated_encode by a warp: each lane tries candidates. Writes qs and qh whole, zeros for the zero block.
+#define KVQ_CANDIDATE_LANES 4 // so many lanes share a candidate scale, each with a part of every quarter
+
+// What a lane adds to the sums of kvq_allocated_sums: values part, part + 4, ... of every quarter.
+KVQ_FN void kvq_allocated_part(const int16_t * mag, const kvq_allocation * a, const int16_t * thresholds, int part, uint32_t * s, int32_t * c) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        const int       p      = kvq_part(q);
+        const int16_t * t      = thresholds + kvq_first_threshold(a, p);
+        const int8_t *  levels = a->levels[p];
+        int m[KVQ_QUARTER / KVQ_CANDIDATE_LANES];
+        int level[KVQ_QUARTER / KVQ_CANDIDATE_LANES];
+#pragma unroll
+        for (int i = 0; i < KVQ_QUARTER / KVQ_CANDIDATE_LANES; ++i) {
+            m[i]     = mag[KVQ_QUARTER * q + KVQ_CANDIDATE_LANES * i + part];
+            level[i] = levels[0];
+        }
+        for (int k = 0; k < kvq_half(a, q) - 1; ++k) {
+            const int threshold = t[k];
+            const int step      = levels[k + 1] - levels[k];
+#pragma unroll
+            for (int i = 0; i < KVQ_QUARTER / KVQ_CANDIDATE_LANES; ++i) {
+                level[i] += m[i] > threshold ? step : 0;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < KVQ_QUARTER / KVQ_CANDIDATE_LANES; ++i) {
+            *s += (uint32_t) (a->weights[p] * level[i]) * (uint32_t) m[i];
+            *c += a->weights[p] * level[i] * level[i];
+        }
+    }
+}
+
+// kvq_allocated_encode by a warp: lanes share the candidates. Writes qs and qh whole, zeros for the zero block.
 static __device__ __forceinline__ uint16_t kvq_allocated_encode_warp(const float * x, kvq_scratch * scratch, const kvq_allocation * a,
                                                                      uint8_t * qs, uint8_t * qh, int n_high) {
     const int lane = kvq_lane();
     const kvq_normalised_warp part = kvq_normalise_warp(x, scratch);
     uint16_t d = 0;
     if (part.amax != 0.0f) {
-        const kvq_allocated_tables tables = kvq_make_tables(a);
         const int row = kvq_first_threshold(a, 3);
         kvq_candidate best = kvq_no_candidate();
-        for (int j = lane; j < a->n_grid; j += KVQ_LANES) {
-            uint32_t s;
-            int32_t  c;
-            kvq_allocated_sums(scratch->mag, a, &tables, a->grid + j * row, &s, &c);
-            kvq_consider(&best, kvq_score((float) s, (float) c), j, s, c);
+        for (int j0 = 0; j0 < a->n_grid; j0 += KVQ_LANES / KVQ_CANDIDATE_LANES) {
+            const int j = j0 + lane / KVQ_CANDIDATE_LANES;
+            uint32_t s = 0;
+            int32_t  c = 0;
+            if (j < a->n_grid) {
+                kvq_allocated_part(scratch->mag, a, a->grid + j * row, lane % KVQ_CANDIDATE_LANES, &s, &c);
+            }
+#pragma unroll
+            for (int lanes = 1; lanes < KVQ_CANDIDATE_LANES; lanes *= 2) {
+                s += KVQ_SHUFFLE(s, lanes);
+                c += KVQ_SHUFFLE(c, lanes);
+            }
+            if (j < a->n_grid) {
+                kvq_consider(&best, kvq_score((float) s, (float) c), j, s, c);
+            }
         }
         best = kvq_best_warp(best);
         d = kvq_allocated_scale(part.amax, (float) best.s, (float) best.c);

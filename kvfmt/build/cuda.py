@@ -12,7 +12,7 @@ from pathlib import Path
 from kvfmt.build.nvcc import OLDEST, installed, release
 from kvfmt.errors import KvfmtError, MissingTool
 
-#: The parts of object paths that are the backend's, and those that are ours among them.
+#: Object files of the backend, and ours among them.
 _CUDA_OBJECT = re.compile(r"ggml-cuda\.dir/.*\.cu\.o$")
 _OUR_OBJECT = re.compile(r"/kvq[^/]*\.cu\.o$")
 
@@ -84,6 +84,8 @@ def choose(asked: str | None) -> CudaBuild:
                 "no NVIDIA GPU is seen here, so there is nothing that \"native\" could mean",
                 f"Name what the build is for: --cuda-arch {_EXAMPLES}; several: --cuda-arch '80;90'.",
             )
+    if not wanted:
+        raise KvfmtError(f"--cuda-arch: {asked!r} names no CUDA architecture", f"Numbers, separated by semicolons: {_EXAMPLES}.")
     known = known_architectures(nvcc)
     for entry in wanted:
         match = _ARCHITECTURE.fullmatch(entry)
