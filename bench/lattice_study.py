@@ -50,8 +50,9 @@ SCALES = (_e8.GRID_STEP ** np.arange(-4, 5)).astype(np.float32)
 #: Where that one is looked for, in units of a block's root mean square; and the second stage's scale, in units of the first's.
 WHOLE_SCALES = np.geomspace(0.3, 3, 47).astype(np.float32)
 RATIOS = np.geomspace(0.25, 0.75, 12).astype(np.float32)
-#: So few that a turn is rarely interrupted.
+#: So few that a turn is rarely interrupted, and so many that a call costs nothing beside it: of encoding, of decoding.
 TIMED_BLOCKS = 32
+DECODED_BLOCKS = 1024
 #: Bisections on the way to the origin.
 HALVINGS = 8
 
@@ -512,20 +513,20 @@ def least(call: Callable[[], object], seconds: float) -> float:
 def format_row(name: str, fmt: Format, table: int, blocks: np.ndarray, seconds: float) -> Row:
     packed = fmt.encode(blocks)
     scales = packed[:, :2].copy().view(np.float16)[:, 0].astype(np.float32)
-    some, short = blocks[:TIMED_BLOCKS], packed[:TIMED_BLOCKS]
+    some, short = blocks[:TIMED_BLOCKS], packed[:DECODED_BLOCKS]
     encode_ns, decode_ns = least(lambda: fmt.encode(some), seconds), least(lambda: fmt.decode(short), seconds)
     tried = "climb" if table else "grid"
-    return Row(name, True, tried, *errors(blocks, fmt.decode(packed), scales), encode_ns / len(some), decode_ns / some.size, table)
+    return Row(name, True, tried, *errors(blocks, fmt.decode(packed), scales), encode_ns / len(some), decode_ns / (len(short) * BLOCK), table)
 
 
 def code_row(name: str, code: Code, train: np.ndarray, blocks: np.ndarray, seconds: float) -> Row:
     slow = code.table_bytes > 2**16  # an exhaustive search through that many words
     scales = best_scale(code, train[: max(1, len(train) // 8)] if slow else train) * SCALES
     stored, chosen = encoded(code, blocks, scales)
-    some, short = blocks[:TIMED_BLOCKS], stored[:TIMED_BLOCKS]
+    some, short = blocks[:TIMED_BLOCKS], stored[:DECODED_BLOCKS]
     encode_ns, decode_ns = least(lambda: encoded(code, some, scales), seconds), least(lambda: decode(short, chosen, code), seconds)
     mse = errors(blocks, decode(stored, chosen, code), chosen)
-    return Row(name, False, str(len(scales)), *mse, encode_ns / len(some), decode_ns / some.size, code.table_bytes)
+    return Row(name, False, str(len(scales)), *mse, encode_ns / len(some), decode_ns / (len(short) * BLOCK), code.table_bytes)
 
 
 def contenders(bits: int, train: np.ndarray) -> dict[str, Callable[[], Code]]:

@@ -15,16 +15,32 @@ Levels. The magnitudes of a class are not n + 1/2 but the centroids of what fall
 condition of Lloyd 1982, IEEE Trans. IT 28(2)), on a unit Gaussian with a scale chosen per block, as integers: decode
 is one look-up, one sign and one addition. Against the plain lattice points that is 0.15 dB (2 bits) and 0.6 dB (3 bits).
 
-What was measured against it (unit Gaussian, block 64, scale searched, mean squared error):
+What was measured against it (``python -m bench.lattice_study``: unit Gaussian, block 64, scale searched, mean squared error
+at each block's best scale, which its rounding to f16 does not change in these digits; ``bench/results/lattice_study.txt``
+has what each costs):
 
-=====================================================  ======  ======
-codebook                                               2 bits  3 bits
-=====================================================  ======  ======
-this one                                               0.0829  0.0214
-the same classes with levels n + 1/2, shift 1/4        0.0860  0.0244
-Lloyd-Max scalar codes (kvq2, kvq3)                    0.1114  0.0294
-rate-distortion bound at the allocated bits            0.0442  0.0110
-=====================================================  ======  ======
+===============================================================  ======  ======
+codebook                                                         2 bits  3 bits
+===============================================================  ======  ======
+this one                                                         0.0829  0.0213
+the same classes with levels n + 1/2, shift 1/4                  0.0863  0.0245
+E8P, QuIP#'s                                                     0.0861
+Voronoi code of ratio 4 or 8, offset 1/4, overload descends      0.0881  0.0233
+ratio 4 or 8, overload shrinks to the region                     0.0983  0.0243
+ratio 4 or 8, overload left to the scale                         0.1160  0.0265
+ratio 4, offset 1/4, exact nearest word                          0.0881
+two stages: 1 + 1 bits, E8P + 1 bit                              0.0968  0.0264
+Lloyd-Max scalar codes (kvq2, kvq3)                              0.1110  0.0293
+rate-distortion bound at the allocated bits                      0.0442  0.0110
+===============================================================  ======  ======
+
+Why not a nested (Voronoi) code, which needs no table: its region is that of q E8 and not a ball, and what falls outside must
+be brought back. With every value at its exact nearest word it is still worse, and its decoder has to find a nearest point for eight
+values (two roundings, two repairs of a parity), seven times the time of a look-up. Why not E8P: it is of the same size and
+decoded alike, but its eighth sign must be computed, where eight free signs are a mask as they are; 29 of 56 patterns are no
+whole class, so that its nearest word takes all 256 rows; and its points are the lattice's. Why not two stages: searched one
+after the other they lose half of what E8 gains on scalar codes, or more, and take two look-ups. Centroids need a table, and
+where there is one they cost nothing.
 
 Scale. The block is normalised to integers and tried at neighbouring scales of a geometric grid, upwards from
 the one that the mean square suggests, then downwards, as long as the error falls; errors are exact integers,

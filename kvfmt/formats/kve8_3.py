@@ -9,6 +9,8 @@ from . import _e8
 # One byte of row for four values: 65,536 patterns of eight as a product of 256 of four, so that the table is 1 KB
 # and not 512, and stays in the L1 cache.
 # Classes in order of their norm as far as 256 rows go, then whatever still fits whole.
+# Against the ways to 24 bits without a product (bench/lattice_study.py): a Voronoi code of ratio 8 has 0.0233, E8P with a second
+# stage of one bit 0.0264, this 0.0213.
 BOOK = _e8.Codebook(
     classes=(
         ((0, 0, 0, 0), (8, 8, 8, 8)),
