@@ -308,7 +308,7 @@ def convert(
     k: str = typer.Option("f16", "--k", help="type of the K cache, as -ctk"),
     v: str = typer.Option("f16", "--v", help="type of the V cache, as -ctv"),
     protect: Optional[int] = typer.Option(None, help="first and last layers that stay f16, as --kv-protect; default: what llama.cpp does by itself"),
-    profile: Optional[Path] = typer.Option(None, help="calibration profile of the new cache, as --kv-profile; one with types replaces --k and --v"),
+    profile: Optional[Path] = typer.Option(None, help="calibration profile of the new cache, as --kv-profile; with one that gives the types leave --k and --v away"),
     source_profile: Optional[Path] = typer.Option(None, help="the profile that FILE was saved under, if it is not --profile"),
     model: Optional[str] = typer.Option(None, help="the model, a GGUF or a name of `kvfmt models list`; only asked for where the state does not say enough"),
     flash_attn: Optional[bool] = typer.Option(None, "--flash-attn/--no-flash-attn", help="of the context that the state is for; default: as FILE, on if V is quantized"),
