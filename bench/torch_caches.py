@@ -113,8 +113,10 @@ def fidelity(model_name: str, text: str, count: int, caches: list[Cache]) -> Non
                 else:
                     rows.append({"engine": "llama.cpp", "cache": cache.title, "bits": bits, **_score(llama["f16"], made, targets)})
                 update(done + 1, len(caches))
-    rows += transformers_rows(subject.path, tokens, first, caches, llama["f16"])
-    _save("fidelity", [{"model": model_name, "text": text, "tokens": count, "scored": len(targets), "step": STEP, "rows": rows}])
+    for row in transformers_rows(subject.path, tokens, first, caches, llama["f16"]):
+        rows.append(row)
+        # Each run takes a while: what is measured is kept.
+        _save("fidelity", [{"model": model_name, "text": text, "tokens": count, "scored": len(targets), "step": STEP, "rows": rows}])
 
 
 def transformers_rows(path: Path, tokens: np.ndarray, first: int, caches: list[Cache], native: np.ndarray) -> Iterator[dict]:

@@ -22,7 +22,7 @@ from kvfmt.bindings import open_model
 from kvfmt.errors import KvfmtError
 from kvfmt.head_store import layer_stores
 from kvfmt.policy import cache_type
-from kvfmt.profile import Profile
+from kvfmt.profile import LayerMaps, Profile
 from kvfmt.subjects import find_model, find_text
 from kvfmt.torch import PackedCache, PackedLayer, logits, open_gguf, perplexity
 from llama_lib import Context, kld
@@ -322,6 +322,19 @@ def config(**more) -> Qwen2Config:
 def test_caches_that_cannot_be(arguments, what):
     with pytest.raises(KvfmtError, match=what):
         PackedCache(config(), **arguments)
+
+
+def test_layers_with_heads_of_their_own_size():
+    """The second layer's heads are larger, and so are its maps."""
+    ids = {name: registry.get(name).spec.hash for name in ("kvq4",)}
+    unit = {64: np.eye(64, dtype=np.float32)[None].repeat(2, 0), 128: np.eye(128, dtype=np.float32)[None].repeat(2, 0)}
+    maps = {layer: LayerMaps(None, unit[size], unit[size]) for layer, size in enumerate((64, 128))}
+    made = Profile("p", "qwen2", 2, "0" * 16, ("flat",) * 2, ("",) * 2, maps, ("kvq4",) * 2, ("kvq4",) * 2, ids)
+    cache = PackedCache(config(), profile=made)
+    for layer, size in enumerate((64, 128)):
+        x = torch.randn(1, 2, 3, size)
+        torch.testing.assert_close(cache.update(x, x, layer)[0], x, atol=0.5, rtol=0)
+    assert [layer.k.store.domain for layer in cache.layers] == ["map", "map"]
 
 
 def test_models_that_cannot_be():
