@@ -7,6 +7,8 @@ import io
 import itertools
 import json
 import struct
+import subprocess
+import sys
 import zipfile
 
 import gguf
@@ -515,3 +517,9 @@ def test_the_commands(tmp_path):
     assert open_dump(back).layers == 3
     for wrong in (["pack", dump, "-o", cache], ["pack", tmp_path / "no.npz", "-o", cache, "--kv", "kvq4"], ["unpack", dump, "-o", back], ["unpack", cache, "-o", tmp_path / "x"]):
         assert call(*wrong).startswith("1 error:"), wrong
+
+
+def test_without_torch_the_cache_for_transformers_says_so():
+    code = "import sys; sys.modules['torch'] = None\nfrom kvfmt.errors import MissingTool\ntry: import kvfmt.torch\nexcept MissingTool as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "torch is not installed" in done.stdout and "kvfmt[torch]" in done.stdout, done.stderr
