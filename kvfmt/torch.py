@@ -82,7 +82,9 @@ class PackedSide:
         batch, heads, tokens, row = made.shape
         end = self.length + tokens
         if self.packed is None or end > self.packed.shape[2]:
-            grown = torch.zeros((batch, heads, end + max(ROOM, end // PART), row), dtype=torch.uint8)
+            # A tensor that is made in inference mode could only be written to there.
+            with torch.inference_mode(False):
+                grown = torch.zeros((batch, heads, end + max(ROOM, end // PART), row), dtype=torch.uint8)
             if self.packed is not None:
                 grown[:, :, : self.length] = self.packed[:, :, : self.length]
             self.packed = grown
@@ -109,7 +111,8 @@ class PackedSide:
     def keep(self, chosen: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces the bytes by what ``chosen`` makes of them, along the batch."""
         if self.packed is not None:
-            self.packed = chosen(self.packed)
+            with torch.inference_mode(False):
+                self.packed = chosen(self.packed)
 
     def crop(self, length: int) -> None:
         self.length = length

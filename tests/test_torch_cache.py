@@ -153,6 +153,20 @@ def test_only_bytes_are_held():
     assert not any(isinstance(value, torch.Tensor) for layer in cache.layers for value in vars(layer).values())
 
 
+def test_inside_and_outside_of_inference_mode():
+    model = tiny()
+    ids, beams = torch.randint(2, 200, (2, 150)), torch.tensor([1, 0])
+    caches = [PackedCache(model.config, "kvq3/kvq2", 0) for _ in range(2)]
+    for cache, modes in zip(caches, ([torch.inference_mode, torch.no_grad] * 2, [torch.no_grad] * 4)):
+        for part, mode in enumerate(modes):
+            with mode():
+                found = model(ids[:, 10 * part : 10 * part + 10], past_key_values=cache).logits
+                cache.reorder_cache(beams)
+    assert all(torch.equal(a.rows, b.rows) for x, y in zip(*(c.layers for c in caches)) for a, b in zip(x.sides, y.sides))
+    # with gradients on, keys and values are constants
+    assert model(ids[:, 40:50], past_key_values=caches[0]).logits.requires_grad and not found.requires_grad
+
+
 @pytest.mark.parametrize("how", [dict(do_sample=False), dict(do_sample=True, top_k=20), dict(num_beams=3, do_sample=False), dict(num_return_sequences=2, do_sample=True)], ids=str)
 def test_generate_equals_a_cache_of_the_decoded_values(how):
     """transformers' own cache, given what ours decodes to, makes the same text."""
