@@ -44,7 +44,7 @@ STEP = 64
 
 
 def baseline(config: Any, backend: str, bits: int) -> Any:
-    """transformers' quantized cache with its own defaults; HQQ, which has no axis 0 for this, along each token's values."""
+    """transformers' quantized cache with its own defaults, but for HQQ's axes, which its documentation wants to be 1."""
     from transformers.cache_utils import QuantizedCache
 
     return QuantizedCache(backend, config, nbits=bits, **({"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}))
