@@ -144,11 +144,9 @@ def pack(
     ``update(layers, of)`` is called on the way. Raises as ``layer_stores`` and ``write_cache``.
     """
     count = dump.layers
-    present = [(i, "k") in dump.shapes for i in range(count)]
-    usual = next((dump.shapes[i, "k"][3], dump.shapes[i, "v"][3]) for i in range(count) if present[i])
-    sizes = [(dump.shapes[i, "k"][3], dump.shapes[i, "v"][3]) if present[i] else usual for i in range(count)]
+    sizes = [(dump.shapes[i, "k"][3], dump.shapes[i, "v"][3]) if (i, "k") in dump.shapes else None for i in range(count)]
     stores = layer_stores(sizes, kv, protect, profile, interleaved)
-    layers: list[Optional[Layer]] = [Layer(*stores[i], dump.shapes[i, "k"][:3]) if present[i] else None for i in range(count)]
+    layers: list[Optional[Layer]] = [pair and Layer(*pair, dump.shapes[i, "k"][:3]) for i, pair in enumerate(stores)]
 
     def rows() -> Iterator[np.ndarray]:
         for i, layer in enumerate(layers):

@@ -178,9 +178,13 @@ def _writes(traits: object) -> bool:
 
 
 def layer_stores(
-    sizes: Sequence[tuple[int, int]], kv: str | None, protect: int | None = None, profile: Profile | None = None, interleave: bool = False
-) -> list[tuple[HeadStore, HeadStore]]:
-    """The stores of K and V for each layer, whose heads have ``sizes`` (K, V) values, as llama.cpp would choose them.
+    sizes: Sequence[Optional[tuple[int, int]]],
+    kv: str | None,
+    protect: int | None = None,
+    profile: Profile | None = None,
+    interleave: bool = False,
+) -> list[Optional[tuple[HeadStore, HeadStore]]]:
+    """The stores of K and V for each layer, whose heads have ``sizes`` (K, V) values, as llama.cpp would choose them; None for None.
 
     ``kv`` such as "kvq3/kvq2", None where the profile gives each layer its types; ``protect`` layers at each end stay f16 (None:
     as llama.cpp chooses). Raises UnknownName, and KvfmtError for what does not fit together.
@@ -196,14 +200,14 @@ def layer_stores(
     k, v = cache_type(k_name), cache_type(v_name if slash else k_name)
     types = layer_types(len(sizes), k, v, protect, chosen, profile is not None)
     stores = []
-    for layer, ((k_size, v_size), (k_type, v_type)) in enumerate(zip(sizes, types)):
+    for layer, (size, (k_type, v_type)) in enumerate(zip(sizes, types)):
         maps = profile.maps.get(layer, NO_MAPS) if profile is not None else NO_MAPS
         for kind, layouts in ((k_type, "layout_k"), (v_type, "layout_v")):
             fault = layout_fault(kind, None if profile is None else getattr(profile, layouts)[layer])
             if fault:
                 raise KvfmtError(f"layer {layer}: {fault}", "Give a profile that was calibrated for it, or choose another type.")
-        stores.append((
-            HeadStore(k_type, k_size, True, maps.k_map, maps.q_map, maps.k_mean, interleave),
-            HeadStore(v_type, v_size, False, maps.v_map, maps.o_map),
+        stores.append(size and (
+            HeadStore(k_type, size[0], True, maps.k_map, maps.q_map, maps.k_mean, interleave),
+            HeadStore(v_type, size[1], False, maps.v_map, maps.o_map),
         ))
     return stores

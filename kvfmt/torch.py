@@ -82,7 +82,9 @@ class PackedSide:
         batch, heads, tokens, row = made.shape
         end = self.length + tokens
         if self.packed is None or end > self.packed.shape[2]:
-            grown = torch.zeros((batch, heads, end + max(ROOM, end // PART), row), dtype=torch.uint8)
+            # A tensor that is made in inference mode could only be written to there.
+            with torch.inference_mode(False):
+                grown = torch.zeros((batch, heads, end + max(ROOM, end // PART), row), dtype=torch.uint8)
             if self.packed is not None:
                 grown[:, :, : self.length] = self.packed[:, :, : self.length]
             self.packed = grown
@@ -109,7 +111,8 @@ class PackedSide:
     def keep(self, chosen: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces the bytes by what ``chosen`` makes of them, along the batch."""
         if self.packed is not None:
-            self.packed = chosen(self.packed)
+            with torch.inference_mode(False):
+                self.packed = chosen(self.packed)
 
     def crop(self, length: int) -> None:
         self.length = length
@@ -224,19 +227,15 @@ class PackedCache(Cache):
             kv = DEFAULT_KV
         self.interleaved = config.model_type in INTERLEAVED if interleaved is None else interleaved
         count = config.num_hidden_layers
-        stores: dict[tuple[int, int], list] = {}
+
+        def stores(layer: int | None, sizes: tuple[int, int] | None) -> Any:
+            return layer_stores([sizes if i == layer else None for i in range(count)], kv, protect, profile, self.interleaved)
 
         def make(layer: int) -> Callable[[int, int], tuple[HeadStore, HeadStore]]:
-            def of(k_size: int, v_size: int) -> tuple[HeadStore, HeadStore]:
-                sizes = (k_size, v_size)
-                if sizes not in stores:
-                    stores[sizes] = layer_stores([sizes] * count, kv, protect, profile, self.interleaved)
-                return stores[sizes][layer]
+            # Layers may have heads of different sizes, and the first keys and values say which.
+            return lambda k_size, v_size: stores(layer, (k_size, v_size))[layer]
 
-            return of
-
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        make(0)(head, head)  # what cannot be is refused now, not at the first token
+        stores(None, None)  # types and a profile that cannot be are refused now, not at the first token
         self.profile = profile
         super().__init__(layers=[PackedLayer(make(layer)) for layer in range(count)])
 

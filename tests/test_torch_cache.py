@@ -22,7 +22,7 @@ from kvfmt.bindings import open_model
 from kvfmt.errors import KvfmtError
 from kvfmt.head_store import layer_stores
 from kvfmt.policy import cache_type
-from kvfmt.profile import Profile
+from kvfmt.profile import LayerMaps, Profile
 from kvfmt.subjects import find_model, find_text
 from kvfmt.torch import PackedCache, PackedLayer, logits, open_gguf, perplexity
 from llama_lib import Context, kld
@@ -151,6 +151,20 @@ def test_only_bytes_are_held():
     tensors = [value for layer in cache.layers for side in layer.sides for value in vars(side).values() if isinstance(value, torch.Tensor)]
     assert held.allocated == sum(t.untyped_storage().nbytes() for t in tensors) <= held.used * 1.7
     assert not any(isinstance(value, torch.Tensor) for layer in cache.layers for value in vars(layer).values())
+
+
+def test_inside_and_outside_of_inference_mode():
+    model = tiny()
+    ids, beams = torch.randint(2, 200, (2, 150)), torch.tensor([1, 0])
+    caches = [PackedCache(model.config, "kvq3/kvq2", 0) for _ in range(2)]
+    for cache, modes in zip(caches, ([torch.inference_mode, torch.no_grad] * 2, [torch.no_grad] * 4)):
+        for part, mode in enumerate(modes):
+            with mode():
+                found = model(ids[:, 10 * part : 10 * part + 10], past_key_values=cache).logits
+                cache.reorder_cache(beams)
+    assert all(torch.equal(a.rows, b.rows) for x, y in zip(*(c.layers for c in caches)) for a, b in zip(x.sides, y.sides))
+    # with gradients on, keys and values are constants
+    assert model(ids[:, 40:50], past_key_values=caches[0]).logits.requires_grad and not found.requires_grad
 
 
 @pytest.mark.parametrize("how", [dict(do_sample=False), dict(do_sample=True, top_k=20), dict(num_beams=3, do_sample=False), dict(num_return_sequences=2, do_sample=True)], ids=str)
@@ -322,6 +336,19 @@ def config(**more) -> Qwen2Config:
 def test_caches_that_cannot_be(arguments, what):
     with pytest.raises(KvfmtError, match=what):
         PackedCache(config(), **arguments)
+
+
+def test_layers_with_heads_of_their_own_size():
+    """The second layer's heads are larger, and so are its maps."""
+    ids = {name: registry.get(name).spec.hash for name in ("kvq4",)}
+    unit = {64: np.eye(64, dtype=np.float32)[None].repeat(2, 0), 128: np.eye(128, dtype=np.float32)[None].repeat(2, 0)}
+    maps = {layer: LayerMaps(None, unit[size], unit[size]) for layer, size in enumerate((64, 128))}
+    made = Profile("p", "qwen2", 2, "0" * 16, ("flat",) * 2, ("",) * 2, maps, ("kvq4",) * 2, ("kvq4",) * 2, ids)
+    cache = PackedCache(config(), profile=made)
+    for layer, size in enumerate((64, 128)):
+        x = torch.randn(1, 2, 3, size)
+        torch.testing.assert_close(cache.update(x, x, layer)[0], x, atol=0.5, rtol=0)
+    assert [layer.k.store.domain for layer in cache.layers] == ["map", "map"]
 
 
 def test_models_that_cannot_be():
