@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -99,6 +100,14 @@ def provenance(text_name: str, text: str, n_ctx: int) -> dict:
     }
 
 
+def _figure(found: list[float], digits: int) -> str:
+    """A value with its standard error. f16 against itself may come out as -0, and with no error at all."""
+    value, error = found
+    text = f"{value:.{digits}f}"
+    text = text.removeprefix("-") if float(text) == 0 else text
+    return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
+
+
 def markdown(results: dict) -> str:
     """The README's table."""
     lines = [
@@ -109,8 +118,7 @@ def markdown(results: dict) -> str:
         s = r["statistics"]
         lines.append(
             f"| {r['model']} | {r['title']} | {r['bits_without_maps']:.2f} | {r['maps'] / 2**20:.2f} "
-            f"| {s['kld'][0]:.4f} ± {s['kld'][1]:.4f} | {s['kld_999'][0]:.3f} "
-            f"| {s['same_top'][0]:.1f} ± {s['same_top'][1]:.1f} % | {s['ppl_ratio'][0]:.4f} ± {s['ppl_ratio'][1]:.4f} |"
+            f"| {_figure(s['kld'], 4)} | {s['kld_999'][0]:.3f} | {_figure(s['same_top'], 1)} % | {_figure(s['ppl_ratio'], 4)} |"
         )
     return "\n".join(lines)
 
