@@ -9,6 +9,7 @@ import pytest
 from packaging.version import Version
 from typer.testing import CliRunner
 
+from kvfmt.build import compile as compiling
 from kvfmt.build import cuda, nvcc, wheel
 from kvfmt.build.pins import get_pin
 from kvfmt.cli import app
@@ -97,3 +98,24 @@ def test_what_ours_costs_is_counted_from_ninjas_log(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "libggml-cuda.so").write_bytes(bytes(7000))
     assert cuda.measured(tmp_path).library == 7000 and len(cuda.measured(tmp_path).lines()) == 4
+
+
+#: What CMake prints where the toolkit is nvcc alone.
+NO_CUBLAS = """CMake Error at ggml/src/ggml-cuda/CMakeLists.txt:178 (target_link_libraries):
+  Target "ggml-cuda" links to:
+
+    CUDA::cublas
+
+  but the target was not found.  Possible reasons include:
+"""
+
+
+def test_a_toolkit_without_cublas_is_named(toolkit, monkeypatch, tmp_path):
+    (tmp_path / "said").write_text(NO_CUBLAS)
+    cmake = tmp_path / "cmake"
+    cmake.write_text(f"#!/bin/sh\ncat {tmp_path}/said >&2\nexit 1\n")
+    cmake.chmod(0o755)
+    monkeypatch.setattr(compiling, "program", lambda name: str(cmake))
+    with pytest.raises(MissingTool, match="has no cublas") as error:
+        compiling._configure(tmp_path, tmp_path, cuda.choose("80"))
+    assert "whole toolkit" in error.value.hint

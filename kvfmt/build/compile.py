@@ -88,7 +88,7 @@ def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None, 
     if first and cuda:
         needed += CUDA_BYTES * len(cuda.architectures.split(";"))
     require_space(home, needed, "Compiling llama.cpp")
-    _configure(home / "src" / "vendor" / "llama.cpp", folder, cuda.flags if cuda else ())
+    _configure(home / "src" / "vendor" / "llama.cpp", folder, cuda)
     _ninja(folder, targets, jobs)
     if cuda:
         for line in measured(folder).lines():
@@ -104,8 +104,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return {"CCACHE_BASEDIR": str(folder.parent), **os.environ, **chosen}
 
 
-def _configure(source: Path, folder: Path, more: tuple[str, ...] = ()) -> None:
-    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *FLAGS, *more]
+def _configure(source: Path, folder: Path, cuda: CudaBuild | None = None) -> None:
+    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *FLAGS, *(cuda.flags if cuda else ())]
     command.append(f"-DCMAKE_MAKE_PROGRAM={program('ninja')}")
     wanted = json.dumps({"command": command, "cc": os.environ.get("CC"), "cxx": os.environ.get("CXX")})
     stamp = folder / STAMP
@@ -115,6 +115,12 @@ def _configure(source: Path, folder: Path, more: tuple[str, ...] = ()) -> None:
         (folder / "CMakeCache.txt").unlink(missing_ok=True)  # another cmake does not accept it
     done = subprocess.run(command, capture_output=True, text=True, env=_environment(folder))
     if done.returncode:
+        lacking = sorted(set(re.findall(r"^\s+CUDA::(\w+)$", done.stderr, re.MULTILINE)))
+        if cuda and lacking:
+            raise MissingTool(
+                f"the CUDA toolkit of {cuda.nvcc} has no {', '.join(lacking)}",
+                "Install the whole toolkit: nvcc alone compiles, but ggml-cuda links with cuBLAS and the driver (or the toolkit's stub of it).",
+            )
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
         raise BuildFailed(f"CMake could not configure llama.cpp:\n{tail}", f"The command was: {' '.join(command)}")
     stamp.write_text(wanted)
