@@ -38,13 +38,17 @@ def _only_what_decides(name: str, text: str) -> str:
     return "\n".join(kept)
 
 
-@pytest.fixture(scope="module")
-def lib(ggml, ggml_libdir, patched):
-    library = device_library(patched, "dispatch.cpp", ggml_libdir, edit=_only_what_decides)
+def _library(patched, ggml_libdir, *defines: str) -> ctypes.CDLL:
+    library = device_library(patched, "dispatch.cpp", ggml_libdir, edit=_only_what_decides, defines=defines)
     library.simt_supports.argtypes = [ctypes.c_void_p]
     library.simt_mul_mat.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.simt_mul_mat.restype = ctypes.c_char_p
     return library
+
+
+@pytest.fixture(scope="module")
+def lib(ggml, ggml_libdir, patched):
+    return _library(patched, ggml_libdir)
 
 
 def _set_rows(g, base, type_id: int, index: int = GGML_TYPE_I64) -> int:
@@ -85,6 +89,19 @@ def test_what_a_cache_needs_is_claimed(ggml, lib, fmt):
             "CPY within the type, permuted": base.ggml_cpy(g.ctx, g.swapped(cache), g.tensor(ours, (128, 9, 4))),
         }
         assert not [name for name, node in no_kernel.items() if lib.simt_supports(node)]
+
+
+def test_where_the_types_are_not_served_nothing_is_claimed(ggml, ggml_libdir, patched):
+    """Builds for other vendors' GPUs, where the arithmetic has not been held to the reference."""
+    lib, base = _library(patched, ggml_libdir, "GGML_CUDA_NO_KVQ"), ggml.base
+    for fmt in ALL:
+        ours = fmt.spec.type_id
+        with Graph(ggml) as g:
+            cache, floats = g.tensor(ours, (128, 4, 9)), g.tensor(GGML_TYPE_F32, (128, 4, 9))
+            copies = [base.ggml_cpy(g.ctx, cache, floats), base.ggml_cpy(g.ctx, floats, cache)]
+            nodes = [_set_rows(g, base, ours), _get_rows(g, base, ours), _mul_mat(g, base, ours), *copies]
+            assert not any(lib.simt_supports(node) for node in nodes), fmt.spec.name
+            assert lib.simt_supports(_set_rows(g, base, GGML_TYPE_Q8_0))
 
 
 @each_format
