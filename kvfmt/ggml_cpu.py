@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from pathlib import Path
 
 import numpy as np
 
 from kvfmt import registry
-from kvfmt.bindings import patched_bindings
 from kvfmt.build.paths import bin_dir
 from kvfmt.build.pins import get_pin
 from kvfmt.errors import MissingTool
@@ -34,7 +34,11 @@ class BaseTraits(ctypes.Structure):
 
 def installed_folder() -> Path:
     """Where the libraries of the installed bindings lie. Raises MissingTool before `kvfmt build`."""
-    return Path(patched_bindings().__file__).parent / "lib"
+    # Not imported: that loads all of llama.cpp. Whether it is patched the libraries say themselves.
+    found = importlib.util.find_spec("llama_cpp")
+    if found is None or found.origin is None:
+        raise MissingTool("llama-cpp-python is not installed", "Run: kvfmt build")
+    return Path(found.origin).parent / "lib"
 
 
 class Encoders:
