@@ -36,7 +36,7 @@ rate-distortion bound at the allocated bits                      0.0442  0.0110
 
 Why not a nested (Voronoi) code, which needs no table: its region is that of q E8 and not a ball, and what falls outside must
 be brought back. With every value at its exact nearest word it is still worse, and its decoder has to find a nearest point for eight
-values (two roundings, two repairs of a parity), seven times the time of a look-up. Why not E8P: it is of the same size and
+values (two roundings, two repairs of a parity), twelve times as long as E8P's look-up. Why not E8P: it is of the same size and
 decoded alike, but its eighth sign must be computed, where eight free signs are a mask as they are; 29 of 56 patterns are no
 whole class, so that its nearest word takes all 256 rows; and its points are the lattice's. Why not two stages: searched one
 after the other they lose half of what E8 gains on scalar codes, or more, and take two look-ups. Centroids need a table, and
