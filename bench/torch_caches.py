@@ -259,7 +259,7 @@ def speed(model_name: str, prompt: int, new: int, titles: list[str]) -> None:
         for length in (2, 1, 1 + new):  # the first warms up
             cache = make(title)
             start = time.process_time()
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, min_new_tokens=length, max_new_tokens=length, do_sample=False)
+            model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, min_new_tokens=length, max_new_tokens=length, do_sample=False)
             times.append(time.process_time() - start)
         rows.append({"cache": title, "prompt_seconds": times[1], "seconds_per_token": (times[2] - times[1]) / new})
         console.print(f"{title}: prompt {times[1]:.1f} s, {1000 * rows[-1]['seconds_per_token']:.0f} ms a token")
