@@ -517,7 +517,8 @@ def test_the_commands(tmp_path):
     assert call("unpack", cache, "-o", back).startswith("0 ")
     assert open_dump(back).layers == 3
     for wrong in (["pack", dump, "-o", cache], ["pack", tmp_path / "no.npz", "-o", cache, "--kv", "kvq4"], ["unpack", dump, "-o", back], ["unpack", cache, "-o", tmp_path / "x"]):
-        assert call(*wrong).startswith("1 error:"), wrong
+        said = call(*wrong)
+        assert said.startswith("1 ") and "error:" in said and "what to do:" in said, wrong
 
 
 def test_without_torch_the_cache_for_transformers_says_so():

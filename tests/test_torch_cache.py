@@ -18,7 +18,6 @@ from converters.packed_cache import read_cache
 from converters.state import read as read_state
 from converters.torch_cache import load, save
 from kvfmt import registry
-from kvfmt.bindings import open_model
 from kvfmt.errors import KvfmtError
 from kvfmt.head_store import layer_stores
 from kvfmt.policy import cache_type
