@@ -48,6 +48,7 @@ def tune(
     from bench.engine import Engine
     from kvfmt import calibrate
     from kvfmt.build.console import console, progress, step
+    from kvfmt.build.files import check_place
     from kvfmt.profile import Profile
     from kvfmt.subjects import find_model, find_text
 
@@ -58,6 +59,7 @@ def tune(
         raise KvfmtError("--memory says nothing without --context", "Give the tokens that have to fit, e.g. --context 32k.")
     subject, measured_on = find_model(model), find_text(text)
     target = output or Path(f"{subject.name}.tuned.kvprofile.gguf")
+    check_place(target, "the profile")
     if profile is not None:
         base = Profile.read(profile)
         base.check_model(subject.path)

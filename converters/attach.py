@@ -13,7 +13,7 @@ from typing import Callable, Optional
 
 from converters.gguf_copy import check_padding, copy_tensors, string_entry, u64_entry, words_entry, write_header
 from kvfmt.build.fetch import SPARE_BYTES, require_space
-from kvfmt.build.files import whole_file
+from kvfmt.build.files import check_place, whole_file
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import GgufFile, read_gguf
 from kvfmt.policy import layer_types, layout_fault, parse_kv
@@ -59,13 +59,14 @@ def attach(
     """Writes a copy of ``model`` that carries the profile; ``target`` may be the model itself.
 
     ``statistics``: keep those that the maps were made from, which llama.cpp does not need. ``replace``: a profile that is there gives
-    way. Raises KvfmtError if the profile is not for this model, if there is one, and if the copy cannot be written.
+    way. Raises KvfmtError if the profile is not for this model, if there is one, if the model is cut off, and if the copy cannot be written.
     """
     profile.check_model(model)
     file = read_gguf(model)
     if any(key in file.types for key in KEYS) and not replace:
         raise KvfmtError(f"{file.name} carries a profile already", "Say --replace, or take it off first: kvfmt profile detach")
     check_padding(file)
+    file.check_tensors()
     if not statistics:
         profile = profile.without_statistics()
     data = profile.content()
@@ -77,8 +78,10 @@ def detach(
 ) -> None:
     """Writes a copy of ``model`` without its profile, the original file byte for byte; ``target`` may be the model itself.
 
-    ``saved``: the profile is written there. Raises KvfmtError if the model carries none, or the copy cannot be written.
+    ``saved``: the profile is written there. Raises KvfmtError if the model carries none, ``saved`` is one of the two models, or a
+    file cannot be written.
     """
+    model, target = Path(model), Path(target)
     file = read_gguf(model)
     if not any(key in file.types for key in KEYS):
         raise KvfmtError(f"{file.name} carries no profile", "There is nothing to take off.")
@@ -87,15 +90,21 @@ def detach(
         carried = attached(file)
         if carried is None:
             raise KvfmtError(f"{file.name} carries only the traces of a profile", "Take it off without saving it.")
-        with whole_file(Path(saved)) as partial:
-            partial.write_bytes(carried)
+        saved = Path(saved)
+        if saved.resolve() in (model.resolve(), target.resolve()):
+            raise KvfmtError(f"{saved} was to be the profile and a model", "Name another file for the profile.")
+        check_place(target, "the model")
+        try:
+            with whole_file(saved, "the profile") as partial:
+                partial.write_bytes(carried)
+        except OSError as error:
+            raise KvfmtError(f"the profile was not written: {error}", "Is there room and the right to write?") from None
     _copy(file, target, [], update)
 
 
 def _copy(file: GgufFile, target: Path, added: list[bytes], update: Callable[[int, int], None]) -> None:
     target = Path(target)
-    if not target.parent.is_dir():
-        raise KvfmtError(f"no folder {target.parent} for the model", "Make it, or name another file.")
+    check_place(target, "the model")
     require_space(target.parent, len(file.data) + sum(map(len, added)) + SPARE_BYTES, "The model")
     try:
         with whole_file(target) as partial, open(partial, "wb") as out:

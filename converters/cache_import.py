@@ -91,6 +91,8 @@ def open_dump(path: Path) -> Dump:
 
 def _open_npz(path: Path) -> Dump:
     damaged = "It is damaged, or not an npz file of floats."
+    if not path.is_file():
+        raise DumpError(f"no file {path}", "Check the name.")
     try:
         archive = zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as error:
@@ -161,8 +163,6 @@ def unpack(file: PackedFile, target: Path, update: Update = lambda done, of: Non
     """Writes a packed cache as float32 dump, npz or safetensors by its suffix: "layers.N.k" and "layers.N.v". Raises KvfmtError."""
     target = Path(target)
     there = [(i, side, (*layer.shape, store.size)) for i, layer in enumerate(file.layers) if layer for side, store in layer.sides]
-    if not target.parent.is_dir():
-        raise KvfmtError(f"no folder {target.parent} for the dump", "Make it, or name another file.")
 
     def values() -> Iterator[np.ndarray]:
         for done, (i, side, _) in enumerate(there):
@@ -173,7 +173,7 @@ def unpack(file: PackedFile, target: Path, update: Update = lambda done, of: Non
         write_safetensors(target, {f"layers.{i}.{side}": shape for i, side, shape in there}, values())
     elif target.suffix == ".npz":
         try:
-            with whole_file(target) as partial, zipfile.ZipFile(partial, "w") as archive:
+            with whole_file(target, "the dump") as partial, zipfile.ZipFile(partial, "w") as archive:
                 for (i, side, _), array in zip(there, values()):
                     with archive.open(f"layers.{i}.{side}.npy", "w", force_zip64=True) as stream:
                         npy.write_array(stream, array, allow_pickle=False)

@@ -21,7 +21,7 @@ from converters.conversion_plan import Plan, Request, SideJob, plan_conversion
 from converters.state_bytes import FileSource, Source, StateError
 from converters.state_layout import SideLayout, StateLayout, read_layout
 from kvfmt.build.fetch import require_space
-from kvfmt.build.files import whole_file
+from kvfmt.build.files import check_place, whole_file
 from kvfmt.ggml_cpu import Encoders, installed_folder
 
 #: Values of a window: its floats and their copies stay in a core's cache. Bytes that are copied at a time.
@@ -98,7 +98,7 @@ def convert_state(
     """Writes ``source`` as a context of what is requested would have saved it; whole or not at all. ``update`` is told bytes of the source.
 
     Raises StateError for a source that is damaged, foreign or does not fit what is requested, MissingTool before `kvfmt build`,
-    NoSpace, and StateError if the file cannot be written.
+    NoSpace, and KvfmtError if the file cannot be written.
     """
     began = time.monotonic()
     source, target = Path(source), Path(target)
@@ -108,8 +108,7 @@ def convert_state(
         encoders = Encoders(installed_folder())
         for kind in {side.type for job in plan.jobs for side in (job.source, job.target)}:
             encoders.decoder(kind)  # a build with another version of a format is refused before anything is written
-        if not target.parent.is_dir():
-            raise StateError(f"no folder {target.parent} for the converted state", "Make it, or name another file.")
+        check_place(target, "the converted state")
         require_space(target.parent, plan.target.size, "The converted state")
         try:
             with whole_file(target) as partial:

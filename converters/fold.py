@@ -29,7 +29,7 @@ import numpy as np
 from converters.gguf_copy import CHUNK, string_entry, write_header
 from converters.row_scale import CannotScale, Rounding, can_scale, scale_rows
 from converters.same_model import Difference, difference
-from kvfmt.build.files import whole_file
+from kvfmt.build.files import check_place, whole_file
 from kvfmt.build.fetch import SPARE_BYTES, require_space
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import pair_of
@@ -251,8 +251,7 @@ def written(
     """
     if target.exists() and os.path.samefile(target, source):
         raise CannotFold(f"{target} is the model itself", "Write to another file: the unfolded model may be wanted again.")
-    if not target.parent.is_dir():
-        raise KvfmtError(f"no folder {target.parent} for the folded model", "Make it, or name another file.")
+    check_place(target, "the folded model")
     require_space(target.parent, len(file.data) + SPARE_BYTES, "The folded model")
     try:
         with whole_file(target) as partial:

@@ -58,10 +58,8 @@ class Layer:
 @contextmanager
 def _writing(path: Path) -> Iterator[GGUFWriter]:
     path = Path(path)
-    if not path.parent.is_dir():
-        raise KvfmtError(f"no folder {path.parent} for the cache", "Make it, or name another file.")
     try:
-        with whole_file(path) as partial:
+        with whole_file(path, "the cache") as partial:
             writer = GGUFWriter(partial, ARCHITECTURE)
             try:
                 yield writer

@@ -101,7 +101,7 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], values: It
     text += b" " * (-len(text) % 8)
     found: Iterator[np.ndarray] = iter(values)
     try:
-        with whole_file(Path(path)) as partial, open(partial, "wb") as out:
+        with whole_file(Path(path), "the dump") as partial, open(partial, "wb") as out:
             out.write(struct.pack("<Q", len(text)) + text)
             for name, shape in shapes.items():
                 array = next(found)

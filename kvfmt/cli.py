@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 import typer
+from rich.markup import escape as _plain
 
 from kvfmt.build.console import console
 from kvfmt.errors import KvfmtError
@@ -33,6 +34,12 @@ def plain_errors(command: Callable) -> Callable:
             if error.hint:
                 console.print(f"[bold]what to do:[/bold] {_plain(error.hint)}")
             raise typer.Exit(1) from None
+        except BrokenPipeError:
+            raise  # typer ends quietly
+        except OSError as error:
+            # A name that no file can have, a folder that may not be read: what a command did not foresee itself.
+            console.print(f"[bold red]error:[/bold red] {_plain(str(error))}")
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             console.print("\ninterrupted; run the same command again to go on")
             raise typer.Exit(130) from None
@@ -42,11 +49,6 @@ def plain_errors(command: Callable) -> Callable:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _plain(text: str) -> str:
-    """Compiler output and paths may look like markup."""
-    return text.replace("[", r"\[")
 
 
 @app.command()
@@ -82,7 +84,7 @@ def models_fetch(names: Optional[list[str]] = typer.Argument(None, help="default
 
     chosen = names or [DEFAULT_MODEL]
     for name in load_models() if chosen == ["all"] else chosen:
-        console.print(str(fetch_model(name)), soft_wrap=True)
+        console.print(_plain(str(fetch_model(name))), soft_wrap=True)
 
 
 @models_app.command("list")
@@ -128,6 +130,7 @@ def calibrate(
     """Measure a model's keys and queries, and write the profile that makes its K cache more exact."""
     from kvfmt import calibrate as work, geometry, profile_view
     from kvfmt.build.console import progress, step
+    from kvfmt.build.files import check_place
     from kvfmt.errors import UnknownName
     from kvfmt.profile import Profile
     from kvfmt.subjects import find_model, find_text
@@ -139,6 +142,8 @@ def calibrate(
     layout = geometry.layout_for(k)
     subject, texts = find_model(model), [find_text(name) for name in text]
     target = output or Path(f"{subject.name}.kvprofile.gguf")
+    # Not after minutes of measuring.
+    check_place(target, "the profile")
     count = tokens or work.TOKENS
     if statistics is not None:
         made = work.again(subject, Profile.read(statistics), layout, kind, centre)
@@ -182,11 +187,10 @@ def profile_attach(
     # kvfmt imports nothing of converters, which builds on it; only this command calls it.
     from converters import attach as work
     from kvfmt.build.console import progress, step
-    from kvfmt.errors import KvfmtError
     from kvfmt.profile import Profile
-    from kvfmt.subjects import find_model
+    from kvfmt.subjects import find_path
 
-    path = find_model(model).path
+    path = find_path(model)
     if profile is None and kv is None:
         raise KvfmtError("there is nothing to attach", "Name a profile, or types with --kv.")
     if protect is not None and kv is None:
@@ -278,14 +282,16 @@ def fold(
     from converters import fold as work
     from kvfmt import calibrate
     from kvfmt.build.console import progress, step
+    from kvfmt.build.files import check_place
     from kvfmt.profile import Profile, read_model
     from kvfmt.runtime import LoadedModel
     from kvfmt.subjects import find_model, find_text
 
     subject, texts = find_model(model), [find_text(name) for name in text]
     file = read_model(subject.path)
-    # What cannot be folded is said before minutes of measuring.
+    # What cannot be folded or written is said before minutes of measuring.
     work.attention_layers(file)
+    check_place(output, "the folded model")
     if profile:
         made = Profile.read(profile)
         made.check_model(subject.path)
@@ -319,14 +325,14 @@ def convert(
     from converters.conversion_plan import Request
     from converters.model_layers import read_model_layers
     from kvfmt.build.console import progress, step
-    from kvfmt.build.models import fetch_model, load_models
     from kvfmt.policy import cache_type
     from kvfmt.profile import Profile, read_model
+    from kvfmt.subjects import find_path
 
     shape = None
     target, source = (None if path is None else Profile.read(path) for path in (profile, source_profile))
     if model is not None:
-        path = fetch_model(model) if model in load_models() else Path(model).expanduser()
+        path = find_path(model)
         shape = read_model_layers(read_model(path))
         for found in (target, source):
             if found is not None:
@@ -347,6 +353,7 @@ def convert(
 @plain_errors
 def inspect(file: Path = typer.Argument(..., help="what llama.cpp saved: a session, a slot, a state; or a GGUF file")) -> None:
     """Show what is in a saved state: types, cells, layers, bytes, bits per value, rotation, profile."""
+    from converters import packed_cache
     from converters.state_bytes import FileSource
     from converters.state_layout import GGUF, read_layout
     from converters.state_view import facts, layer_table
@@ -358,6 +365,8 @@ def inspect(file: Path = typer.Argument(..., help="what llama.cpp saved: a sessi
             found = read_gguf(file, lambda key: key == "general.architecture")
             if found.architecture == ARCHITECTURE:
                 console.print(f"a calibration profile; kvfmt profile show {_plain(str(file))}", soft_wrap=True)
+            elif found.architecture == packed_cache.ARCHITECTURE:
+                console.print(f"a packed cache; kvfmt unpack {_plain(str(file))} -o DUMP.npz", soft_wrap=True)
             else:
                 console.print(f"a GGUF file of architecture '{_plain(found.architecture)}' with {len(found.tensors)} tensors: not a saved state")
             return
@@ -426,7 +435,7 @@ def distortion(
     console.print(ladder.LEGEND)
     if plot:
         ladder.plot_ladder(rungs, plot)
-        console.print(f"plot: {plot}", soft_wrap=True)
+        console.print(f"plot: {_plain(str(plot))}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ class Tensor:
         if self.offset + size > len(self.data):
             raise GgufError(f"tensor {self.name} ends at byte {self.offset + size}, the file at {len(self.data)}", "It was cut off, or is damaged.")
 
-    def rows(self) -> np.ndarray:
-        """The bytes of each row of ne0 values, uint8 [rows, bytes], a copy. Raises GgufError for an unknown type and for a cut file."""
+    def extent(self) -> tuple[int, int]:
+        """How many rows of ne0 values, and the bytes of one. Raises GgufError for an unknown type and for a cut file."""
         try:
             block, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.type_id)]
         except (KeyError, ValueError):
@@ -66,6 +66,11 @@ class Tensor:
             raise GgufError(f"tensor {self.name} has rows of {self.shape[-1]} values, not whole blocks of {block}", "The file is damaged.")
         shape = (math.prod(self.shape[:-1]), self.shape[-1] // block * size)
         self._check_end(math.prod(shape))
+        return shape
+
+    def rows(self) -> np.ndarray:
+        """The bytes of each row, uint8 [rows, bytes], a copy. Raises as ``extent``."""
+        shape = self.extent()
         return np.frombuffer(self.data, np.uint8, math.prod(shape), self.offset).reshape(shape).copy()
 
     def floats(self) -> np.ndarray:
@@ -104,6 +109,15 @@ class GgufFile:
         """"llama", "kvfmt-profile" ...; empty if the file does not say."""
         found = self.metadata.get("general.architecture", "")
         return found if isinstance(found, str) else ""
+
+    def check_tensors(self) -> None:
+        """Raises GgufError if a tensor does not end within the file. Those of a type that gguf-py does not know are left out."""
+        for tensor in self.tensors.values():
+            if tensor.type_id in GGML_QUANT_SIZES:
+                try:
+                    tensor.extent()
+                except GgufError as error:
+                    raise GgufError(f"{self.name}: {error.message}", error.hint) from None
 
     def setting(self, name: str, default: Any = None) -> Any:
         """What the file has under its architecture, such as "block_count"."""

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from . import registry
-from .build.files import write_whole
+from .build.files import check_place, write_whole
 from .codec import Format
 from .distortion import N_VALUES, SEED, Distortion, block_errors, decibel_above_bound
 from .errors import KvfmtError
@@ -160,8 +160,7 @@ def plot_ladder(rungs: list[Rung], target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    if not target.parent.is_dir():
-        raise KvfmtError(f"no folder {target.parent} for the plot", "Make it, or name another file.")
+    check_place(target, "the plot")
     titles = list(rungs[0].db)
     models = list(dict.fromkeys(t.split()[0] for t in titles if " " in t))
     colours = dict(zip(models, plt.get_cmap("tab10").colors))

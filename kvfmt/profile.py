@@ -136,10 +136,8 @@ class Profile:
     def write(self, path: Path) -> None:
         """Writes the file whole or not at all. Raises KvfmtError if the folder cannot be written to."""
         path = Path(path)
-        if not path.parent.is_dir():
-            raise KvfmtError(f"no folder {path.parent} for the profile", "Make it, or name another file.")
         try:
-            with whole_file(path) as partial:
+            with whole_file(path, "the profile") as partial:
                 self._write(partial)
         except OSError as error:
             raise KvfmtError(f"the profile was not written: {error}", "Is there room and the right to write?") from None

@@ -33,21 +33,27 @@ class Text:
         return hashlib.sha256(self.content.encode("utf-8")).hexdigest()
 
 
-def find_model(name: str) -> ModelFile:
-    """A model of models.toml by name, fetched if need be, or a GGUF file.
+def find_path(name: str) -> Path:
+    """The file of a model of models.toml by name, fetched if need be, or a GGUF file.
 
     Raises UnknownName if it is neither, KvfmtError if the file is no GGUF, and what ``fetch_model`` raises.
     """
     models = load_models()
     if name in models:
-        return ModelFile(name, fetch_model(name), models[name].sha256)
+        return fetch_model(name)
     path = Path(name).expanduser()
     if not path.is_file():
         raise UnknownName(f"no model '{name}'", "Give a GGUF file, or one of: " + ", ".join(models))
     with open(path, "rb") as stream:
         if stream.read(4) != b"GGUF":
             raise KvfmtError(f"{path.name} is not a GGUF file", "Give a model in llama.cpp's format.")
-    return ModelFile(path.stem, path, sha256_of(path))
+    return path
+
+
+def find_model(name: str) -> ModelFile:
+    """As ``find_path``, with the file's hash: all of it is read."""
+    path, models = find_path(name), load_models()
+    return ModelFile(name, path, models[name].sha256) if name in models else ModelFile(path.stem, path, sha256_of(path))
 
 
 def find_text(name: str) -> Text:

@@ -167,6 +167,26 @@ def test_damaged(carrier, tmp_path):
     assert attached(read_gguf(tmp_path / "off.gguf")) is None
 
 
+def test_a_model_that_was_cut_off(model, profile, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(model.read_bytes()[:-1000])
+    with pytest.raises(KvfmtError, match="cut.gguf: tensor .* ends at byte .* the file at"):
+        work.attach(cut, profile, tmp_path / "on.gguf")
+    assert not (tmp_path / "on.gguf").exists()
+
+
+def test_the_saved_profile_takes_no_models_place(carrier, tmp_path):
+    raw, off = carrier.read_bytes(), tmp_path / "off.gguf"
+    (tmp_path / "other").symlink_to(carrier)
+    for target, saved in ((off, carrier), (off, tmp_path / "other"), (off, off), (off, tmp_path / "." / "off.gguf")):
+        with pytest.raises(KvfmtError, match="the profile and a model"):
+            work.detach(carrier, target, saved)
+    # Nor is it there where the model could not be written.
+    with pytest.raises(KvfmtError, match="no folder"):
+        work.detach(carrier, tmp_path / "no" / "off.gguf", tmp_path / "saved.gguf")
+    assert carrier.read_bytes() == raw and {path.name for path in tmp_path.iterdir()} == {"other"}
+
+
 def test_what_could_not_be_restored_is_refused(model, profile, tmp_path):
     raw = bytearray(model.read_bytes())
     file = read_gguf(model)

@@ -288,7 +288,7 @@ def test_refusals(three, one, windows, tmp_path):
     (tmp_path / "edited").write_bytes((tmp_path / "q").read_bytes().replace(b"layers 0-2", b"layers 0-3"))
     with pytest.raises(StateError, match="the state does not say which"):
         convert_state(tmp_path / "edited", tmp_path / "no", request("f16/f16"))
-    with pytest.raises(StateError, match="no folder"):
+    with pytest.raises(KvfmtError, match="no folder"):
         convert_state(tmp_path / "s", tmp_path / "nowhere" / "x", request("bf16/bf16"))
     with pytest.raises(StateError, match="no file"):
         convert_state(tmp_path / "none", tmp_path / "x", request("bf16/bf16"))

@@ -1,4 +1,7 @@
-"""One look for everything that the build prints: a bar on a terminal, a line per step elsewhere."""
+"""One look for everything that the build prints: a bar on a terminal, a line per step elsewhere.
+
+Steps and titles name files, which may look like rich's markup: they are printed as they are.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 console = Console(highlight=False)
 
@@ -16,7 +20,7 @@ Update = Callable[[int, int], None]
 
 def step(text: str) -> None:
     """Says that a step is done or was done before."""
-    console.print(f"[green]✓[/green] {text}")
+    console.print("[green]✓[/green]", Text(text))
 
 
 def duration(seconds: float) -> str:
@@ -28,7 +32,7 @@ def duration(seconds: float) -> str:
 def progress(title: str, total: int, unit: str = "steps") -> Iterator[Update]:
     """Yields update(done, total). `unit` is "steps" or "bytes"."""
     if not console.is_terminal:
-        console.print(f"… {title}")
+        console.print(f"… {title}", markup=False)
         shown = 0
         # What was done before this run says nothing about its speed.
         began: tuple[float, int] | None = None
@@ -40,12 +44,12 @@ def progress(title: str, total: int, unit: str = "steps") -> Iterator[Update]:
             if tenth > shown and unit == "steps":
                 shown = tenth
                 left = (time.monotonic() - began[0]) * (of - done) / max(done - began[1], 1)
-                console.print(f"  {title}: {done}/{of}" + (f", about {duration(left)} left" if left >= 60 else ""))
+                console.print(f"  {title}: {done}/{of}" + (f", about {duration(left)} left" if left >= 60 else ""), markup=False)
 
         yield report
         return
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn("  {task.description}"), BarColumn(), count, TimeRemainingColumn(elapsed_when_finished=True))
+    columns = (TextColumn("  {task.description}", markup=False), BarColumn(), count, TimeRemainingColumn(elapsed_when_finished=True))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total or None)
         yield lambda done, of: bar.update(task, completed=done, total=of or None)

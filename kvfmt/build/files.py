@@ -7,10 +7,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
+from kvfmt.errors import KvfmtError
+
+
+def check_place(path: Path, what: str = "the file") -> None:
+    """Raises KvfmtError if ``what`` cannot be at ``path``, where a folder is, or none for it."""
+    if path.is_dir():
+        raise KvfmtError(f"{path} is a folder, and {what} was to be written there", "Name a file in it.")
+    if not path.parent.is_dir():
+        raise KvfmtError(f"no folder {path.parent} for {what}", "Make it, or name another file.")
+
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A hidden file beside ``path`` to write to. It becomes ``path`` when the block ends well, and is taken away otherwise."""
+def whole_file(path: Path, what: str = "the file") -> Iterator[Path]:
+    """A hidden file beside ``path`` to write to. It becomes ``path`` when the block ends well, and is taken away otherwise.
+
+    Raises as ``check_place``.
+    """
+    check_place(path, what)
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
