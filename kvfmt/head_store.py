@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, quants
 
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_types import register
-from kvfmt.policy import CacheType, cache_type, layer_types, layout_fault
+from kvfmt.policy import CacheType, cache_type, layer_types, layout_fault, parse_kv
 from kvfmt.profile import LayerMaps, Profile
 from kvfmt.transform import hadamard, rotation_size
 
@@ -49,10 +49,7 @@ class HeadStore:
     interleave: bool = False
 
     def __post_init__(self) -> None:
-        register()
-        traits = quants._type_traits.get(GGMLQuantizationType(self.kind.type_id))
-        if self.kind.is_quantized and (traits is None or not _writes(traits)):
-            raise KvfmtError(f"cache type {self.kind.name} can be read here, not written", "Choose another quantized type: q8_0, q4_0, or a kvfmt one.")
+        _check_written(self.kind)
         if self.forward is not None and self.forward.shape[1:] != (self.size, self.size):
             raise KvfmtError(
                 f"the profile's maps are for heads of {self.forward.shape[-1]} values, these have {self.size}",
@@ -171,10 +168,14 @@ class HeadStore:
         return x if self.offset is None else x + self.offset
 
 
-def _writes(traits: object) -> bool:
-    """gguf-py reads more types than it writes; the base class's method only raises."""
+def _check_written(kind: CacheType) -> None:
+    """Raises KvfmtError for a type that gguf-py reads and does not write."""
+    register()
+    traits = quants._type_traits.get(GGMLQuantizationType(kind.type_id))
+    # The base class's method only raises.
     own = getattr(traits, "quantize_blocks", None)
-    return own is None or own.__qualname__.split(".")[0] == traits.__name__
+    if kind.is_quantized and (traits is None or own is not None and own.__qualname__.split(".")[0] != traits.__name__):
+        raise KvfmtError(f"cache type {kind.name} can be read here, not written", "Choose another quantized type: q8_0, q4_0, or a kvfmt one.")
 
 
 def layer_stores(
@@ -196,13 +197,13 @@ def layer_stores(
         chosen = [(cache_type(k or "f16"), cache_type(v or "f16")) for k, v in zip(profile.types_k, profile.types_v)]
     elif kv is None:
         raise KvfmtError("no cache types were named" + ("" if profile is None else ", and the profile does not choose them"), "Give kv, e.g. 'kvq3/kvq2'.")
-    k_name, slash, v_name = (kv or "f16").partition("/")
-    k, v = cache_type(k_name), cache_type(v_name if slash else k_name)
+    k, v = parse_kv("f16" if kv is None else kv)
     types = layer_types(len(sizes), k, v, protect, chosen, profile is not None)
     stores = []
     for layer, (size, (k_type, v_type)) in enumerate(zip(sizes, types)):
         maps = profile.maps.get(layer, NO_MAPS) if profile is not None else NO_MAPS
         for kind, layouts in ((k_type, "layout_k"), (v_type, "layout_v")):
+            _check_written(kind)
             fault = layout_fault(kind, None if profile is None else getattr(profile, layouts)[layer])
             if fault:
                 raise KvfmtError(f"layer {layer}: {fault}", "Give a profile that was calibrated for it, or choose another type.")

@@ -158,6 +158,8 @@ def test_under_a_profile():
         (dict(kv=None), "no cache types"),
         (dict(kv="kvq9"), "unknown cache type"),
         (dict(kv="iq4_nl"), "not written"),
+        (dict(kv="iq4_nl", sizes=None), "not written"),  # before the first token
+        (dict(kv=""), "unknown cache type ''"),
         (dict(kv="kvq3", protect=-1), "negative"),
         (dict(kv="kvq3", profile=profile(2)), "2 layers, the model has 3"),
         (dict(kv="kvq3", profile=profile(3, size=128)), "heads of 128 values, these have 64"),
@@ -456,7 +458,7 @@ def test_npz_that_are_no_dump(tmp_path):
             open_dump(path)
         return str(error.value)
 
-    assert "cannot be opened" in refused(tmp_path / "nowhere.npz")
+    assert "no file" in refused(tmp_path / "nowhere.npz")
     assert "neither" in refused(tmp_path / "dump.txt")
     (tmp_path / "text.npz").write_text("text")
     assert "cannot be opened" in refused(tmp_path / "text.npz")
@@ -512,11 +514,13 @@ def test_the_commands(tmp_path):
 
     dump, cache, back = as_npz(tmp_path / "dump.npz", dumped()), tmp_path / "cache.gguf", tmp_path / "back.safetensors"
     said = call("pack", dump, "-o", cache, "--kv", "kvq4", "--protect", 0)
+    assert f"kvfmt unpack {cache}" in call("inspect", cache)
     # 80 values are padded to 128: 68 bytes for 80 values of K, 34 for 64 of V
     assert said.startswith("0 ") and f"{8 * (68 + 34) / 144:.3f} bits/value" in said
     assert call("unpack", cache, "-o", back).startswith("0 ")
     assert open_dump(back).layers == 3
-    for wrong in (["pack", dump, "-o", cache], ["pack", tmp_path / "no.npz", "-o", cache, "--kv", "kvq4"], ["unpack", dump, "-o", back], ["unpack", cache, "-o", tmp_path / "x"]):
+    assert "no file" in call("pack", tmp_path / "no.npz", "-o", cache, "--kv", "kvq4")
+    for wrong in (["pack", dump, "-o", cache], ["pack", dump, "-o", cache, "--kv", ""], ["pack", tmp_path / "no.npz", "-o", cache, "--kv", "kvq4"], ["unpack", dump, "-o", back], ["unpack", cache, "-o", tmp_path / "x"]):
         said = call(*wrong)
         assert said.startswith("1 ") and "error:" in said and "what to do:" in said, wrong
 
