@@ -37,6 +37,15 @@ def load(path: Path, config: Any, profile: Profile | None = None) -> PackedCache
     if len(file.layers) != text.num_hidden_layers:
         raise KvfmtError(f"{Path(path).name} is of {len(file.layers)} layers, the model has {text.num_hidden_layers}", "It is of another model.")
     heads, size = text.num_key_value_heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # A layer that takes its keys and values from an earlier one has none of its own.
+    owners = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    missing = [i for i, found in enumerate(file.layers[:owners]) if found is None]
+    if missing:
+        raise KvfmtError(f"{Path(path).name} has nothing of layer {missing[0]}", "A model can only go on with a cache of all its layers.")
+    shapes = {(found.shape[0], found.shape[2]) for found in file.layers if found is not None}
+    if len(shapes) > 1:
+        said = " and ".join(f"{batch} x {tokens}" for batch, tokens in sorted(shapes))
+        raise KvfmtError(f"{Path(path).name} has layers of {said} sequences and tokens", "A model can only go on with a cache of the same tokens in all layers.")
     cache = PackedCache(config, "f16", interleaved=file.interleaved)
     cache.profile = file.profile
     for i, (layer, found) in enumerate(zip(cache.layers, file.layers)):

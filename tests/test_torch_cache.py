@@ -13,7 +13,7 @@ if sys.version_info < (3, 11):
     pytest.skip("transformers itself needs Python 3.11", allow_module_level=True)
 
 import torch
-from converters.cache_import import dump_of_cache, pack
+from converters.cache_import import dump_of, dump_of_cache, pack
 from converters.packed_cache import read_cache
 from converters.state import read as read_state
 from converters.torch_cache import load, save
@@ -297,6 +297,30 @@ def test_saved_and_loaded_it_goes_on_as_before(tmp_path):
             load(path, other.config)
     with pytest.raises(KvfmtError):
         save(PackedCache(model.config, "kvq3"), tmp_path / "empty.gguf")
+
+
+def test_a_file_without_every_layer_of_the_same_tokens_is_refused(tmp_path):
+    """A model would go on from it without a word, and with garbage."""
+    model, path = tiny(), tmp_path / "cache.gguf"
+
+    def cache(tokens: dict[int, int], batch: int = 1):
+        arrays = {f"{i}.{side}": np.ones((batch if i else 1, 2, n, 64), np.float32) for i, n in tokens.items() for side in "kv"}
+        pack(dump_of("made", {name: array.shape for name, array in arrays.items()}, arrays.__getitem__), path, "kvq4")
+        return load(path, model.config)
+
+    assert cache({0: 9, 1: 9, 2: 9}).get_seq_length() == 9
+    for tokens, batch, what in (({1: 9, 2: 9}, 1, "nothing of layer 0"), ({0: 9, 2: 9}, 1, "nothing of layer 1"), ({0: 9, 1: 7, 2: 9}, 1, "1 x 7 and 1 x 9"), ({0: 9, 1: 9, 2: 9}, 2, "1 x 9 and 2 x 9")):
+        with pytest.raises(KvfmtError, match=what):
+            cache(tokens, batch)
+    # A later layer may take its own from an earlier one, if the model says so.
+    partly = PackedCache(model.config, "kvq4")
+    for i in range(2):
+        partly.update(torch.ones(1, 2, 9, 64), torch.ones(1, 2, 9, 64), i)
+    save(partly, path)
+    with pytest.raises(KvfmtError, match="nothing of layer 2"):
+        load(path, model.config)
+    model.config.num_kv_shared_layers = 1
+    assert load(path, model.config).get_seq_length() == 9
 
 
 def test_a_dynamic_cache_is_imported(tmp_path):
