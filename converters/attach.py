@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Callable, Optional
 
 from converters.gguf_copy import check_padding, copy_tensors, string_entry, u64_entry, words_entry, write_header
+from converters.model_layers import owners_of
+from converters.state_layout import OTHER_MEMORY
 from kvfmt.build.fetch import SPARE_BYTES, require_space
 from kvfmt.build.files import check_place, whole_file
 from kvfmt.errors import KvfmtError
@@ -35,12 +37,14 @@ def policy_of(model: Path) -> Profile:
 def with_types(profile: Profile, model: Path, kv: str, protect: int | None = None) -> Profile:
     """The profile, choosing ``kv`` (such as "kvt3/kve8_2") for every layer that owns KV, except f16 for ``protect`` at each end.
 
-    Raises UnknownName, and KvfmtError for a type that a layer's map or head size does not suit.
+    Raises UnknownName, and KvfmtError for a type that a layer's map or head size does not suit, and for a model that takes no profile.
     """
     file = read_model(model)
+    if file.setting("attention.key_length_mla") or file.architecture in OTHER_MEMORY["caches for an indexer"]:
+        raise KvfmtError(f"{file.name} takes no profile: its attention shares K and V, or is read by an indexer", "Name the types where it runs: -ctk, -ctv")
     k, v = parse_kv(kv)
     shapes = [head_shape(file, layer) for layer in range(profile.layers)]
-    owners = [layer for layer, (heads, _, _) in enumerate(shapes) if heads != 0]
+    owners = [layer for layer, (heads, _, _) in enumerate(shapes[: owners_of(file)]) if heads != 0]
     types: tuple[list[str], list[str]] = ([""] * profile.layers, [""] * profile.layers)
     for layer, pair in zip(owners, layer_types(len(owners), k, v, protect, profile=bool(profile.maps))):
         for kind, layouts, size, chosen in zip(pair, (profile.layout_k, profile.layout_v), shapes[layer][1:], types):

@@ -60,23 +60,26 @@ class Model:
         return self.layers.index(layer)
 
 
-def read_model_layers(file: GgufFile) -> Model:
-    """Raises StateError for a model whose states are not converted, KvfmtError if the metadata does not say enough."""
-    arch = file.architecture
-    refuse_architecture(arch)
-    if file.setting("attention.kv_lora_rank"):
-        raise StateError(f"{file.name} has latent attention: V is a view of K", "Such caches are not converted.")
+def owners_of(file: GgufFile) -> int:
+    """How many of the model's layers, from the first on, can own KV; later ones take theirs from them, or only predict ahead."""
     ahead = file.setting("nextn_predict_layers", 0)
     n_layer = (layers_of(file) or 0) - (ahead if type(ahead) is int else 0)
     shared = file.setting("attention.shared_kv_layers", 0)
-    n_owners = min(OWNERS.get(arch, n_layer), n_layer - (shared if type(shared) is int else 0))
-    layers = []
+    return min(OWNERS.get(file.architecture, n_layer), n_layer - (shared if type(shared) is int else 0))
+
+
+def read_model_layers(file: GgufFile) -> Model:
+    """Raises StateError for a model whose states are not converted, KvfmtError if the metadata does not say enough."""
+    refuse_architecture(file.architecture)
+    if file.setting("attention.kv_lora_rank"):
+        raise StateError(f"{file.name} has latent attention: V is a view of K", "Such caches are not converted.")
+    n_owners, layers = owners_of(file), []
     for number in range(n_owners):
         heads, head_k, head_v = head_shape(file, number)
         if not heads:
             raise StateError(f"layer {number} of {file.name} has no KV heads", "Caches of such models are not converted.")
         layers.append(Layer(number, heads, head_k, head_v))
-    return Model(file.name, arch, tuple(layers), tuple(_windowed(file, number) for number in range(n_owners)))
+    return Model(file.name, file.architecture, tuple(layers), tuple(_windowed(file, number) for number in range(n_owners)))
 
 
 def _windowed(file: GgufFile, layer: int) -> bool:

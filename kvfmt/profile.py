@@ -250,7 +250,10 @@ def layers_of(file: GgufFile) -> int | None:
 
 
 def head_shape(file: GgufFile, layer: int) -> tuple[int | None, int, int]:
-    """(KV heads or None, head size of K, of V) of a layer by the model's metadata. Raises ProfileError if it does not say."""
+    """(KV heads or None, head size of K, of V) of a layer by the model's metadata, zeros for a layer that is said to have no KV heads.
+
+    Raises ProfileError if it does not say how large they are.
+    """
 
     def at(name: str) -> int | None:
         value = file.setting(name)
@@ -258,7 +261,9 @@ def head_shape(file: GgufFile, layer: int) -> tuple[int | None, int, int]:
             value = int(value[layer]) if layer < len(value) else None
         return value if type(value) is int else None
 
-    heads = at("attention.head_count")
+    heads, kv_heads = at("attention.head_count"), at("attention.head_count_kv")
+    if kv_heads == 0:
+        return 0, 0, 0
     embedding = at("embedding_length")
     usual = embedding // heads if embedding and heads else None
     windowed = file.setting("attention.sliding_window_pattern")
@@ -270,7 +275,7 @@ def head_shape(file: GgufFile, layer: int) -> tuple[int | None, int, int]:
         if not size:
             raise ProfileError(f"{file.name} does not say how large its heads are", "It needs attention.key_length.")
         sizes.append(size)
-    return at("attention.head_count_kv") or heads, sizes[0], sizes[1]
+    return heads if kv_heads is None else kv_heads, sizes[0], sizes[1]
 
 
 def fingerprint_of(model: Path | GgufFile) -> str:

@@ -167,6 +167,24 @@ def test_damaged(carrier, tmp_path):
     assert attached(read_gguf(tmp_path / "off.gguf")) is None
 
 
+@pytest.mark.parametrize("make, n_layer, owners", [(random_gguf.hybrid, 12, (2, 5, 8, 10)), (random_gguf.shared_kv, 6, (0, 1, 2, 3))])
+def test_layers_without_kv_get_no_types(tmp_path, make, n_layer, owners):
+    """Those that are no attention, and those that read an earlier layer's: llama.cpp refuses a profile that has types for them."""
+    model, on = make(tmp_path / "model.gguf"), tmp_path / "on.gguf"
+    work.attach(model, work.with_types(work.policy_of(model), model, "q8_0/q4_0", 1), on)
+    found = Profile.read(on)
+    assert [layer for layer in range(n_layer) if found.types_k[layer]] == list(owners)
+    assert [layer for layer in range(n_layer) if found.types_v[layer] == "q4_0"] == list(owners[1:-1])
+    with lib.Context(on, "f16/f16", profile=AUTO) as chosen, lib.Context(model, "q8_0/q4_0", protect=1) as asked:
+        np.testing.assert_array_equal(chosen.decode(TOKENS), asked.decode(TOKENS))
+
+
+def test_models_that_take_no_profile(tmp_path):
+    model = random_gguf.mla(tmp_path / "model.gguf")
+    with pytest.raises(KvfmtError, match="model.gguf takes no profile"):
+        work.with_types(work.policy_of(model), model, "kvq4/kvq4")
+
+
 def test_a_model_that_was_cut_off(model, profile, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[:-1000])
