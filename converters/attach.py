@@ -63,10 +63,13 @@ def attach(
     """Writes a copy of ``model`` that carries the profile; ``target`` may be the model itself.
 
     ``statistics``: keep those that the maps were made from, which llama.cpp does not need. ``replace``: a profile that is there gives
-    way. Raises KvfmtError if the profile is not for this model, if there is one, if the model is cut off, and if the copy cannot be written.
+    way. Raises KvfmtError if the profile is not for this model, if there is one, if the model is cut off or in parts, and if the copy cannot be written.
     """
-    profile.check_model(model)
     file = read_gguf(model)
+    parts = file.metadata.get("split.count", 0)
+    if isinstance(parts, int) and parts > 1:
+        raise KvfmtError(f"{file.name} is one of {parts} parts of a model", "Join them first: llama-gguf-split --merge")
+    profile.check_model(model)
     if any(key in file.types for key in KEYS) and not replace:
         raise KvfmtError(f"{file.name} carries a profile already", "Say --replace, or take it off first: kvfmt profile detach")
     check_padding(file)

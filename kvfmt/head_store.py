@@ -22,6 +22,8 @@ from kvfmt.profile import LayerMaps, Profile
 from kvfmt.transform import hadamard, rotation_size
 
 NO_MAPS = LayerMaps()
+#: A model may give values that a type cannot hold, infinities and what is not a number too: no reason for numpy to warn at each step.
+_QUIET = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
 
 
 def interleaved_order(size: int) -> np.ndarray:
@@ -89,6 +91,7 @@ class HeadStore:
         if self.mapped and len(self.forward) != heads:
             raise KvfmtError(f"the profile has maps of {len(self.forward)} KV heads, these are {heads}", "Give the profile of this model.")
 
+    @_QUIET
     def encode(self, x: np.ndarray) -> np.ndarray:
         """Heads, float [..., H, T, size] -> bytes, uint8 [..., H, T, row_bytes]. A token's bytes depend on it alone.
 
@@ -113,9 +116,9 @@ class HeadStore:
         if self.kind.name == "bf16" or self.kind.is_quantized:
             made = quants.quantize(np.ascontiguousarray(x), GGMLQuantizationType(self.kind.type_id))
             return made.view(np.uint8)
-        with np.errstate(over="ignore"):
-            return x.astype("<f4" if self.kind.name == "f32" else "<f2", order="C").view(np.uint8)
+        return x.astype("<f4" if self.kind.name == "f32" else "<f2", order="C").view(np.uint8)
 
+    @_QUIET
     def unpack(self, data: np.ndarray) -> np.ndarray:
         """Bytes, uint8 [..., row_bytes] -> what is stored, float32 [..., padded], still turned. Raises KvfmtError for other rows."""
         if data.dtype != np.uint8 or data.shape[-1] != self.row_bytes:
@@ -158,6 +161,7 @@ class HeadStore:
             offset = turned
         return offset[:, None, :]
 
+    @_QUIET
     def decode(self, data: np.ndarray) -> np.ndarray:
         """Bytes, uint8 [..., H, T, row_bytes] -> heads, float32 [..., H, T, size]. Raises KvfmtError for other rows or heads."""
         if self.mapped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 
 import gguf
 import llama_lib as lib
@@ -191,6 +192,17 @@ def test_a_model_that_was_cut_off(model, profile, tmp_path):
     with pytest.raises(KvfmtError, match="cut.gguf: tensor .* ends at byte .* the file at"):
         work.attach(cut, profile, tmp_path / "on.gguf")
     assert not (tmp_path / "on.gguf").exists()
+
+
+def test_a_part_of_a_model(model, profile, tmp_path):
+    """It has not all the norms that a model is recognized by, and its name must stay."""
+    part, file = tmp_path / "model-00001-of-00002.gguf", read_gguf(model)
+    with open(part, "wb") as out:
+        key = b"split.count"
+        write_header(file, out, [struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, 2)])
+        copy_tensors(file, out)
+    with pytest.raises(KvfmtError, match="one of 2 parts"):
+        work.attach(part, profile, tmp_path / "on.gguf")
 
 
 def test_the_saved_profile_takes_no_models_place(carrier, tmp_path):

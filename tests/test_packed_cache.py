@@ -122,6 +122,17 @@ def test_a_head_comes_back(name, size):
         assert all(np.array_equal(store.encode(x[:, :, i : i + 1])[:, :, 0], data[:, :, i]) for i in range(SHAPE[2]))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", [name for name in known_types() if name != "iq4_nl" and name not in set(FORMATS) - set(PLAIN)])
+def test_values_that_a_type_cannot_hold_are_stored_without_a_word(name):
+    store = HeadStore(cache_type(name), 64, True)
+    usual = heads(64, shape=(1, 1, 3))
+    for value in (np.nan, np.inf, -np.inf, 65504, 1e30, 3e38, 1e300, 1e-40, 0.0):
+        x = np.concatenate([usual, np.full(usual.shape, value)], axis=1)
+        # the other head's blocks are not touched by them
+        np.testing.assert_allclose(store.decode(store.encode(x))[:, :1], store.decode(store.encode(usual)), atol=1e-5, err_msg=str(value))
+
+
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_the_bytes_are_those_of_llama_cpps_rotation(size):
     for keys in (True, False):
