@@ -353,7 +353,6 @@ def convert(
 @plain_errors
 def inspect(file: Path = typer.Argument(..., help="what llama.cpp saved: a session, a slot, a state; or a GGUF file")) -> None:
     """Show what is in a saved state: types, cells, layers, bytes, bits per value, rotation, profile."""
-    from converters import packed_cache
     from converters.state_bytes import FileSource
     from converters.state_layout import GGUF, read_layout
     from converters.state_view import facts, layer_table
@@ -362,6 +361,8 @@ def inspect(file: Path = typer.Argument(..., help="what llama.cpp saved: a sessi
 
     with FileSource(file) as source:
         if source.size >= 4 and int.from_bytes(source.read(0, 4, "the magic"), "little") == GGUF:
+            from converters import packed_cache
+
             found = read_gguf(file, lambda key: key == "general.architecture")
             if found.architecture == ARCHITECTURE:
                 console.print(f"a calibration profile; kvfmt profile show {_plain(str(file))}", soft_wrap=True)
