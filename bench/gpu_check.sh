@@ -8,14 +8,14 @@
 # and, unless --bin names the programs of a build (`kvfmt build --cuda-arch 90` needs no GPU), nvcc, cuBLAS, cmake and a C++
 # compiler. Steps for which the time is too short are named in the JSON.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 
 if [ $# -eq 0 ] || [ "$1" = "-h" ] || [ "$1" = "--help" ]; then
     sed -n '2,/^set /p' "$0" | sed '$d; s/^# \{0,1\}//'
     exit 0
 fi
-if ! command -v python3 >/dev/null; then
-    echo "error: python3 is missing" >&2
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo "error: python3 is missing or older than 3.11" >&2
     exit 1
 fi
-exec python3 -m bench.gpu_check "$@"
+# not cd: paths on the command line are the caller's
+PYTHONPATH="$(cd "$(dirname "$0")/.." && pwd)${PYTHONPATH:+:$PYTHONPATH}" exec python3 -m bench.gpu_check "$@"
