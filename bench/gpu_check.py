@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Iterator
 
 from cpp_patch.apply import hash_all, load_all
+from kvfmt.build import toolkit
 from kvfmt.build.files import write_whole
 from kvfmt.build.flags import FLAGS
 from kvfmt.build.pins import get_pin
@@ -398,11 +399,15 @@ def gpu_facts() -> dict:
 
 def build(tree: Path, folder: Path, arch: str, seconds: float) -> None:
     """Configures and compiles what the checks need. Raises MissingTool, BuildFailed."""
-    for tool, why in (("cmake", "configure"), ("nvcc", "compile"), ("c++", "compile")):
-        if not shutil.which(os.environ.get("CUDACXX", tool) if tool == "nvcc" else tool):
+    for tool, why in (("cmake", "configure"), ("c++", "compile")):
+        if not shutil.which(tool):
             raise MissingTool(f"{tool} is missing, and without --bin there is nothing to {why} with", "Install it, or give --bin.")
+    nvcc = toolkit.installed()
+    if not nvcc:
+        hint = "Install it, name it in CUDACXX, or give --bin."
+        raise MissingTool(f"nvcc of CUDA {toolkit.OLDEST} or later is missing, and without --bin there is nothing to compile with", hint)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    flags = [*FLAGS, "-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", f"-DCMAKE_CUDA_ARCHITECTURES={arch}"]
+    flags = [*FLAGS, *toolkit.flags(nvcc, arch)]
     until = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"

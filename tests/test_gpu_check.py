@@ -146,10 +146,11 @@ def test_the_caches_are_ones_that_the_kernel_serves(patched):
 
 def _tools(folder: Path, monkeypatch, cmake: str) -> None:
     """A PATH with a compiler that is never asked and a cmake that does this."""
-    for name, script in (("cmake", cmake), ("nvcc", "exit 1"), ("c++", "exit 1")):
+    for name, script in (("cmake", cmake), ("nvcc", "echo release 13.0,"), ("c++", "exit 1")):
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
-    monkeypatch.delenv("CUDACXX", raising=False)
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
@@ -169,6 +170,16 @@ def test_a_build_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path,
     while Path(f"/proc/{child}/stat").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z" and time.monotonic() < until:
         time.sleep(0.05)
     assert time.monotonic() < until, "what cmake started runs on"
+
+
+def test_a_build_is_made_with_the_toolkit_that_is_there(tmp_path, monkeypatch):
+    _tools(tmp_path, monkeypatch, 'echo "$@"; exit 3')
+    with pytest.raises(BuildFailed, match=f"-DCMAKE_CUDA_COMPILER={tmp_path}/nvcc -DCMAKE_CUDA_ARCHITECTURES=90"):
+        gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
+    _script(tmp_path / "nvcc", "echo release 11.8,")
+    monkeypatch.setattr(gpu_check.toolkit, "USUAL_HOMES", ())
+    with pytest.raises(MissingTool, match="nvcc of CUDA 12 or later is missing"):
+        gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
 
 
 def test_a_build_without_a_compiler_says_so(tmp_path, monkeypatch):
