@@ -43,16 +43,18 @@ OURS = ("kvq3/kvq2", "kvq4/kvq4", "kve8_3/kve8_2", "kvnf4/kvnf4")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: caches, depths in tokens, rounds of turns, chunks of 1,024 tokens, and whether every pair is timed."""
+    """How much is measured: caches, depths in tokens, rounds of turns, chunks of 1,024 tokens, caches
+    that are scored by single tokens too, and whether every pair is timed."""
 
     caches: tuple[str, ...] = (*STOCK, *OURS)
     depths: tuple[int, ...] = (0, 4096, 16384)
     rounds: int = 3
     chunks: int = 8
+    singly: tuple[str, ...] = OURS[:1]
     all_pairs: bool = True
 
 
-REHEARSAL = Scale(caches=(STOCK[0], OURS[0]), depths=(0, 64), rounds=1, chunks=1, all_pairs=False)
+REHEARSAL = Scale(caches=(STOCK[0], OURS[0]), depths=(0, 64), rounds=1, chunks=1, singly=(), all_pairs=False)
 #: Attention whose bandwidth is measured, as in 0005-upstream-tests: heads, size of one, cells.
 PERF_HEADS, PERF_HEAD, PERF_CELLS = 8, 128, 131072
 GPU = 1  # enum ggml_backend_dev_type
@@ -315,30 +317,34 @@ class Check:
         if not result:
             raise KvfmtError(f"test-backend-ops timed no attention of {PERF_CELLS} cells:\n{text[-1000:]}")
 
-    def fidelity(self, found: dict, model: str, text: str, caches: list[str], chunks: int) -> None:
-        """By cache: divergence from f16. A cache that fails leaves the others."""
+    def fidelity(self, found: dict, model: str, text: str, caches: list[str], chunks: int, singly: tuple[str, ...] = ()) -> None:
+        """By cache: divergence from f16. A cache that fails leaves the others.
+
+        Batches go through kernels that convert K and V first; the caches of ``singly`` are scored a token at a time as well, as they are
+        read when text is generated.
+        """
         base = str(self.out.resolve().with_suffix(".base"))
         common = ["-m", model, *self.layers, "-c", "1024", "-fa", "on", "--chunks", str(chunks)]
+        runs = [(cache, cache, []) for cache in caches] + [(f"{cache}, single tokens", cache, ["-ub", "1"]) for cache in singly]
         try:
             self.program("llama-perplexity", *common, "-f", text, "--kl-divergence-base", base)
-            for cache in caches:
-                k, v = cache.split("/")
+            for name, cache, more in runs:
                 if self.left() < 5:
-                    found["left_out"] = f"the time was over before {cache}"
+                    found["left_out"] = f"the time was over before {name}"
                     return
+                k, v = cache.split("/")
+                arguments = [*common, *more, "--kl-divergence-base", base, "--kl-divergence", "-ctk", k, "-ctv", v, "--kv-protect", "0"]
                 try:
-                    said = self.program(
-                        "llama-perplexity", *common, "--kl-divergence-base", base, "--kl-divergence", "-ctk", k, "-ctv", v, "--kv-protect", "0"
-                    )
+                    said = self.program("llama-perplexity", *arguments)
                 except KvfmtError as error:
-                    found["fault"] = f"{cache}: {error}"
+                    found["fault"] = f"{name}: {error}"
                     continue
                 kld = re.search(r"Mean\s+KLD:\s+(\S+) ±\s+(\S+)", said)
                 same = re.search(r"Same top p:\s+(\S+) ±", said)
                 if kld and same:
-                    found[cache] = {"mean_kld": float(kld[1]), "error": float(kld[2]), "same_top_percent": float(same[1])}
+                    found[name] = {"mean_kld": float(kld[1]), "error": float(kld[2]), "same_top_percent": float(same[1])}
                 else:
-                    found["fault"] = f"llama-perplexity printed no divergence for {cache}"
+                    found["fault"] = f"llama-perplexity printed no divergence for {name}"
                 self.save()
         finally:
             Path(base).unlink(missing_ok=True)
@@ -510,7 +516,7 @@ def main(arguments: list[str] | None = None) -> int:
         return verdict(check.report)
     chosen = [*stock, *pairs] if scale.all_pairs else pairs[-1:]
     check.step("operations", 30, lambda found: check.all_operations(found, pairs))
-    check.step("fidelity", 30, lambda found: check.fidelity(found, str(options.model), str(options.text), caches[1:], scale.chunks))
+    check.step("fidelity", 30, lambda found: check.fidelity(found, str(options.model), str(options.text), caches[1:], scale.chunks, scale.singly))
     check.step("speed", 30, lambda found: check.speed(found, str(timed), caches, scale.depths, scale.rounds))
     check.step("bandwidth", 20, lambda found: check.bandwidth(found, type_bits(golden), chosen, None if rehearsal else peak_bandwidth()))
     return verdict(check.report)

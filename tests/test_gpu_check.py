@@ -196,13 +196,15 @@ def test_speed_and_fidelity_read_what_the_programs_print(ggml_libdir, tmp_path):
     check = gpu_check.Check(ggml_libdir, tmp_path / "out.json", time.monotonic() + 250, "CPU", [], ["-t", "1"])
     caches = list(gpu_check.REHEARSAL.caches)
     check.step("speed", 1, lambda found: check.speed(found, str(model), caches, (0, 32), 2))
-    check.step("fidelity", 1, lambda found: check.fidelity(found, str(model), str(text), caches[1:], 1))
+    check.step("fidelity", 1, lambda found: check.fidelity(found, str(model), str(text), caches[1:], 1, (caches[1],)))
     assert gpu_check.verdict(check.report) == 0, check.report
     turns = check.report["speed"]["caches"]
     assert set(turns) == set(caches)
     for cache in caches:
         assert set(turns[cache]) == {"prefill@0", "decode@0", "prefill@32", "decode@32"}
         assert all(len(each) == 2 and min(each) > 0 for each in turns[cache].values())
-    scored = check.report["fidelity"][caches[1]]
-    assert 0 < scored["mean_kld"] < 5 and 0 < scored["same_top_percent"] < 100
+    scored, singly = (check.report["fidelity"][name] for name in (caches[1], f"{caches[1]}, single tokens"))
+    for each in (scored, singly):
+        assert 0 < each["mean_kld"] < 5 and 0 < each["same_top_percent"] < 100
+    assert singly["mean_kld"] == pytest.approx(scored["mean_kld"], rel=0.1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.json", "random.gguf", "text"], "a file is left behind"
