@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 #: In this order, the most seconds of each (0: all that is left): bandwidth is last because its inputs are encoded on the CPU, and
 #: because it loses least where it is cut off.
-STEPS = {"parity": 60, "operations": 150, "fidelity": 90, "speed": 150, "bandwidth": 0}
+STEPS = {"parity": 60, "operations": 150, "fidelity": 90, "speed": 150, "sanitizer": 60, "bandwidth": 0}
 TARGETS = ("test-backend-ops", "llama-bench", "llama-perplexity")
 STOCK = ("f16/f16", "q8_0/q8_0", "q4_0/q4_0")
 #: Caches that are scored and timed; those that need a profile are only timed by attention alone.
@@ -57,6 +57,8 @@ class Scale:
 REHEARSAL = Scale(caches=(STOCK[0], OURS[0]), depths=(0, 64), rounds=1, chunks=1, singly=(), all_pairs=False)
 #: Attention whose bandwidth is measured, as in 0005-upstream-tests: heads, size of one, cells.
 PERF_HEADS, PERF_HEAD, PERF_CELLS = 8, 128, 131072
+#: What NVIDIA's compute-sanitizer looks for in the kernels that write and read blocks, and the status that says it found something.
+SANITIZERS, FOUND = ("memcheck", "racecheck", "synccheck"), 99
 GPU = 1  # enum ggml_backend_dev_type
 F32, I64 = 0, 27
 
@@ -259,15 +261,35 @@ class Check:
             raise KvfmtError(fault)
         return said
 
+    def asking(self, kind: int) -> list[str]:
+        """The command of :func:`probe`."""
+        return [sys.executable, "-m", "bench.gpu_check", "--probe", str(self.folder), "--kind", str(kind)]
+
     def parity(self, found: dict, kind: int) -> None:
         """See :func:`parity`; also learns the device's name."""
-        said, fault = self.run([sys.executable, "-m", "bench.gpu_check", "--probe", str(self.folder), "--kind", str(kind)])
+        said, fault = self.run(self.asking(kind))
         for line in said.splitlines():
             if line.startswith("{"):
                 found.update(json.loads(line))
         self.device, self.report["device"] = found.pop("device", ""), found.pop("description", "")
         if fault:
             raise KvfmtError(fault)
+
+    def sanitizer(self, found: dict) -> None:
+        """The step "parity" again, under compute-sanitizer: addresses, races in shared memory, and barriers that not all lanes reach."""
+        nvcc = toolkit.installed()
+        program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(nvcc.parent) if nvcc else "")
+        if not program:
+            found["left_out"] = "compute-sanitizer is not installed"
+            return
+        for tool in SANITIZERS:
+            said, fault = self.run([program, "--tool", tool, "--error-exitcode", str(FOUND), *self.asking(GPU)])
+            if f"status {FOUND}" in fault:
+                found["fault"] = f"{tool}: {fault}"
+            elif fault:  # it does not run everywhere
+                found["left_out"] = f"{tool}: {fault}"
+            found[tool] = [line for line in said.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
+            self.save()
 
     def operations(self, op: str, cases: str) -> dict:
         """test-backend-ops: how many cases of an operation passed, and which did not. Raises KvfmtError if it does not say."""
@@ -518,6 +540,8 @@ def main(arguments: list[str] | None = None) -> int:
     check.step("operations", 30, lambda found: check.all_operations(found, pairs))
     check.step("fidelity", 30, lambda found: check.fidelity(found, str(options.model), str(options.text), caches[1:], scale.chunks, scale.singly))
     check.step("speed", 30, lambda found: check.speed(found, str(timed), caches, scale.depths, scale.rounds))
+    if not rehearsal:
+        check.step("sanitizer", 20, check.sanitizer)
     check.step("bandwidth", 20, lambda found: check.bandwidth(found, type_bits(golden), chosen, None if rehearsal else peak_bandwidth()))
     return verdict(check.report)
 

@@ -107,6 +107,23 @@ def test_a_crash_leaves_the_formats_before_it(tmp_path, monkeypatch):
     assert gpu_check.verdict(check.report) == 1
 
 
+def test_what_the_sanitizer_finds_is_a_failure_and_where_it_does_not_run_it_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def checked(script: str) -> tuple[dict, int]:
+        _script(tmp_path / "compute-sanitizer", script)
+        check = gpu_check.Check(tmp_path, tmp_path / "out.json", time.monotonic() + 100, "CUDA0", [], [])
+        check.step("sanitizer", 1, check.sanitizer)
+        return check.report["sanitizer"], gpu_check.verdict(check.report)
+
+    found, status = checked('echo "========= ERROR SUMMARY: 0 errors"')
+    assert status == 0 and all(found[tool] == ["========= ERROR SUMMARY: 0 errors"] for tool in gpu_check.SANITIZERS)
+    found, status = checked('case "$*" in *racecheck*--probe*) echo "RACECHECK SUMMARY: 1 hazard"; exit 99 ;; esac')
+    assert status == 1 and found["fault"].startswith("racecheck: ") and found["racecheck"] == ["RACECHECK SUMMARY: 1 hazard"]
+    found, status = checked('echo "Device not supported"; exit 1')
+    assert status == 2 and "Device not supported" in found["left_out"]
+
+
 def test_an_operation_that_crashes_leaves_the_others(tmp_path):
     _script(tmp_path / "test-backend-ops", 'case "$*" in *GET_ROWS*) kill -ABRT $$ ;; esac\necho "  7/7 tests passed"')
     check = gpu_check.Check(tmp_path, tmp_path / "out.json", time.monotonic() + 100, "CUDA0", ["kvq3"], [])
