@@ -1,7 +1,8 @@
 """What bench/gpu_check.sh runs. Standard library only: the machine with the GPU may have nothing else.
 
-Every step says what came out in the JSON, which is written anew, whole, after each of them: a machine that is taken away in the
-middle leaves what was measured. Nothing in it is estimated, except the GPU's peak bandwidth, which is its clock times its bus.
+Every step says what came out in the JSON, which is written anew, whole, after each result: a machine that is taken away in the
+middle leaves what was measured, and so does a step that fails, crashes or takes too long. What calls kernels runs in processes of its
+own, because an error of CUDA ends the process. Nothing is estimated, except the GPU's peak bandwidth, which is its clock times its bus.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Iterator
 
 from cpp_patch.apply import hash_all, load_all
+from kvfmt.build import toolkit
 from kvfmt.build.files import write_whole
 from kvfmt.build.flags import FLAGS
 from kvfmt.build.pins import get_pin
@@ -29,7 +32,9 @@ from kvfmt.errors import BuildFailed, KvfmtError, MissingTool
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
-STEPS = ("parity", "operations", "bandwidth", "speed", "fidelity")
+#: In this order, the most seconds of each (0: all that is left): bandwidth is last because its inputs are encoded on the CPU, and
+#: because it loses least where it is cut off.
+STEPS = {"parity": 60, "operations": 150, "fidelity": 90, "speed": 150, "sanitizer": 60, "bandwidth": 0}
 TARGETS = ("test-backend-ops", "llama-bench", "llama-perplexity")
 STOCK = ("f16/f16", "q8_0/q8_0", "q4_0/q4_0")
 #: Caches that are scored and timed; those that need a profile are only timed by attention alone.
@@ -38,18 +43,22 @@ OURS = ("kvq3/kvq2", "kvq4/kvq4", "kve8_3/kve8_2", "kvnf4/kvnf4")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: caches, depths in tokens, rounds of turns, chunks of 1,024 tokens, and whether every pair is timed."""
+    """How much is measured: caches, depths in tokens, rounds of turns, chunks of 1,024 tokens, caches
+    that are scored by single tokens too, and whether every pair is timed."""
 
     caches: tuple[str, ...] = (*STOCK, *OURS)
     depths: tuple[int, ...] = (0, 4096, 16384)
     rounds: int = 3
     chunks: int = 8
+    singly: tuple[str, ...] = OURS[:1]
     all_pairs: bool = True
 
 
-REHEARSAL = Scale(caches=(STOCK[0], OURS[0]), depths=(0, 64), rounds=1, chunks=1, all_pairs=False)
+REHEARSAL = Scale(caches=(STOCK[0], OURS[0]), depths=(0, 64), rounds=1, chunks=1, singly=(), all_pairs=False)
 #: Attention whose bandwidth is measured, as in 0005-upstream-tests: heads, size of one, cells.
 PERF_HEADS, PERF_HEAD, PERF_CELLS = 8, 128, 131072
+#: What NVIDIA's compute-sanitizer looks for in the kernels that write and read blocks, and the status that says it found something.
+SANITIZERS, FOUND = ("memcheck", "racecheck", "synccheck"), 99
 GPU = 1  # enum ggml_backend_dev_type
 F32, I64 = 0, 27
 
@@ -83,8 +92,12 @@ class Backend:
     """One device of a build, through ggml's C interface. ``kind`` 1: the first GPU, 0: the CPU."""
 
     def __init__(self, folder: Path, kind: int):
-        self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
-        self.ggml = ctypes.CDLL(str(folder / "libggml.so"), mode=ctypes.RTLD_GLOBAL)
+        try:
+            self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
+            self.ggml = ctypes.CDLL(str(folder / "libggml.so"), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            hint = "A library of CUDA's that is not found: add its folder (such as /usr/local/cuda/lib64) to LD_LIBRARY_PATH."
+            raise MissingTool(f"the libraries in {folder} do not load: {error}", hint) from None
         p, i64, n, c_int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_int
         for library, name, result, arguments in [
             (self.ggml, "ggml_backend_load_all", None, []),
@@ -150,9 +163,8 @@ class _InitParams(ctypes.Structure):
     _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
 
-def parity(backend: Backend, golden: list[Golden]) -> dict[str, dict]:
+def parity(backend: Backend, golden: list[Golden]) -> Iterator[tuple[str, dict]]:
     """By format: whether SET_ROWS writes the recorded bytes, and CPY to f32 reads the recorded floats, and the spec is the same."""
-    result = {}
     for fmt in golden:
         facts, n = fmt.facts, fmt.facts["n_blocks"]
         index = b"".join(i.to_bytes(8, "little") for i in range(n))
@@ -167,14 +179,26 @@ def parity(backend: Backend, golden: list[Golden]) -> dict[str, dict]:
         )
         size = facts["size"]
         wrong = sum(written[i : i + size] != fmt.blocks[i : i + size] for i in range(0, len(written), size))
-        result[fmt.name] = {
+        yield fmt.name, {
             "spec_hash": backend.spec_hash(kind),
             "same_spec": backend.spec_hash(kind) == facts["spec_hash"],
             "blocks": n,
             "blocks_that_differ": wrong,
             "same_floats": hashlib.sha256(floats).hexdigest() == facts["sha256_decoded"],
         }
-    return result
+
+
+def probe(folder: Path, kind: int) -> int:
+    """What a process of its own does for the step "parity": the device in a line of JSON, then a line for every format."""
+    try:
+        backend = Backend(folder, kind)
+        print(json.dumps({"device": backend.name, "description": backend.description}), flush=True)
+        for name, found in parity(backend, recorded()):
+            print(json.dumps({name: found}), flush=True)
+    except KvfmtError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 @dataclass
@@ -188,43 +212,92 @@ class Check:
     names: list[str]
     layers: list[str]
     report: dict = field(default_factory=dict)
+    step_until: float = float("inf")
 
     def left(self) -> float:
-        return self.until - time.monotonic()
+        """Seconds that the run, and the step in it, still has."""
+        return min(self.until, self.step_until) - time.monotonic()
 
     def step(self, name: str, needs: float, work) -> None:
-        """Runs ``work() -> dict``, unless fewer than ``needs`` seconds are left; keeps its result, or its fault."""
+        """Runs ``work(found)``, which fills a dict, unless fewer than ``needs`` seconds are left. A fault is kept beside what was found."""
+        found = self.report[name] = {}
         if self.left() < needs:
-            self.report[name] = {"left_out": f"{self.left():.0f} s were left of the {needs:.0f} s that it takes"}
+            found["left_out"] = f"{self.left():.0f} s were left of the {needs:.0f} s that it takes"
         else:
             began = time.monotonic()
+            self.step_until = began + (STEPS.get(name) or float("inf"))
             try:
-                self.report[name] = work()
+                work(found)
             except (KvfmtError, OSError, subprocess.SubprocessError) as error:
-                self.report[name] = {"fault": str(error)[-2000:]}
-            self.report[name]["seconds"] = round(time.monotonic() - began, 1)
+                found["fault"] = str(error)[-2000:]
+            self.step_until = float("inf")
+            found["seconds"] = round(time.monotonic() - began, 1)
         self.save()
-        print(f"{name}: {json.dumps(self.report[name])[:300]}", flush=True)
+        print(f"{name}: {json.dumps(found)[:300]}", flush=True)
 
     def save(self) -> None:
         write_whole(self.out, json.dumps(self.report, indent=1, sort_keys=True) + "\n")
 
+    def run(self, command: list[str]) -> tuple[str, str]:
+        """What a process printed, and what is wrong with how it ended: empty if nothing is. Raises OSError if it does not start."""
+        seconds = max(self.left(), 1)
+        name = Path(command[0]).name
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=seconds, cwd=ROOT)
+        except subprocess.TimeoutExpired as late:
+            said = (late.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
+            fault = f"{name} took longer than the {seconds:.0f} s that it had"
+        else:
+            said, fault = done.stdout, ""
+            if done.returncode:
+                how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+                fault = f"{name} ended with {how}:\n{(done.stdout + done.stderr)[-1500:]}"
+        return re.sub(r"\x1b\[[0-9;]*m", "", said), fault
+
     def program(self, name: str, *arguments: str) -> str:
         """What a program of the build prints. Raises KvfmtError if it fails or takes longer than is left."""
-        command = [str(self.folder / name), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=max(self.left(), 5))
-        if done.returncode:
-            raise KvfmtError(f"{name} ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-1500:]}")
-        return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+        said, fault = self.run([str(self.folder / name), *arguments])
+        if fault:
+            raise KvfmtError(fault)
+        return said
+
+    def asking(self, kind: int) -> list[str]:
+        """The command of :func:`probe`."""
+        return [sys.executable, "-m", "bench.gpu_check", "--probe", str(self.folder), "--kind", str(kind)]
+
+    def parity(self, found: dict, kind: int) -> None:
+        """See :func:`parity`; also learns the device's name."""
+        said, fault = self.run(self.asking(kind))
+        for line in said.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+        self.device, self.report["device"] = found.pop("device", ""), found.pop("description", "")
+        if fault:
+            raise KvfmtError(fault)
+
+    def sanitizer(self, found: dict) -> None:
+        """The step "parity" again, under compute-sanitizer: addresses, races in shared memory, and barriers that not all lanes reach."""
+        nvcc = toolkit.installed()
+        program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(nvcc.parent) if nvcc else "")
+        if not program:
+            found["left_out"] = "compute-sanitizer is not installed"
+            return
+        for tool in SANITIZERS:
+            said, fault = self.run([program, "--tool", tool, "--error-exitcode", str(FOUND), *self.asking(GPU)])
+            if f"status {FOUND}" in fault:
+                found["fault"] = f"{tool}: {fault}"
+            elif fault:  # it does not run everywhere
+                found["left_out"] = f"{tool}: {fault}"
+            found[tool] = [line for line in said.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
+            self.save()
 
     def operations(self, op: str, cases: str) -> dict:
-        """test-backend-ops: how many cases of an operation passed, and which did not."""
-        command = [str(self.folder / "test-backend-ops"), "test", "-b", self.device, "-o", op, "-p", cases]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=max(self.left(), 5))
-        text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+        """test-backend-ops: how many cases of an operation passed, and which did not. Raises KvfmtError if it does not say."""
+        # a failed case is a status other than 0, too
+        text, fault = self.run([str(self.folder / "test-backend-ops"), "test", "-b", self.device, "-o", op, "-p", cases])
         passed = re.search(r"(\d+)/(\d+) tests passed", text)
         if not passed:
-            raise KvfmtError(f"test-backend-ops said nothing of tests:\n{(text + done.stderr)[-1500:]}")
+            raise KvfmtError(fault or f"test-backend-ops said nothing of tests:\n{text[-1500:]}")
         return {
             "passed": int(passed[1]),
             "of": int(passed[2]),
@@ -232,10 +305,9 @@ class Check:
             "failed": re.findall(r"^\s+(\w+\(.*\)): .*FAIL", text, re.MULTILINE)[:50],
         }
 
-    def all_operations(self, pairs: list[str]) -> dict:
+    def all_operations(self, found: dict, pairs: list[str]) -> None:
         ours = "|".join(self.names)
         listed = "|".join("type_K={},type_V={}".format(*pair.split("-")) for pair in pairs)
-        result = {}
         for op, cases in (
             ("SET_ROWS", f"type_dst=({ours})(,|$)"),
             ("GET_ROWS", f"type=({ours})(,|$)"),
@@ -243,59 +315,85 @@ class Check:
             ("MUL_MAT", f"type_a=({ours})(,|$)"),
             ("FLASH_ATTN_EXT", f"({listed}),"),
         ):
-            result[op] = self.operations(op, cases)
-        return result
+            try:
+                found[op] = self.operations(op, cases)
+            except KvfmtError as error:
+                found[op] = {"fault": str(error)[-2000:]}
+            self.save()
 
-    def bandwidth(self, sizes: dict[str, float], pairs: list[str], peak: float | None) -> dict:
+    def bandwidth(self, found: dict, sizes: dict[str, float], pairs: list[str], peak: float | None) -> None:
         """By pair: microseconds of one token's attention, and what it reads of K and V in a second, as a share of the peak."""
         listed = "|".join("type_K={},type_V={}".format(*pair.split("-")) for pair in pairs)
         shape = f"hsk={PERF_HEAD},.*kv={PERF_CELLS},nb=1,.*({listed}),"
-        text = self.program("test-backend-ops", "perf", "-b", self.device, "-o", "FLASH_ATTN_EXT", "-p", shape)
-        result = {}
+        text, fault = self.run([str(self.folder / "test-backend-ops"), "perf", "-b", self.device, "-o", "FLASH_ATTN_EXT", "-p", shape])
+        result: dict[str, dict] = {}
         for k, v, took in re.findall(r"type_K=(\w+),type_V=(\w+),.*?([\d.]+) us/run", text):
             read = PERF_HEADS * PERF_HEAD * PERF_CELLS * (sizes[k] + sizes[v]) / 8
             rate = read / (float(took) * 1e-6)
             result[f"{k}/{v}"] = {"us": float(took), "bytes": int(read), "GB_per_s": round(rate / 1e9, 1)}
             if peak:
                 result[f"{k}/{v}"]["share_of_peak"] = round(rate / peak, 4)
+        found.update({"peak_GB_per_s": peak and round(peak / 1e9, 1), "pairs": result})
+        if fault:
+            raise KvfmtError(f"{len(result)} of {len(pairs)} pairs were timed: {fault}")
         if not result:
             raise KvfmtError(f"test-backend-ops timed no attention of {PERF_CELLS} cells:\n{text[-1000:]}")
-        return {"peak_GB_per_s": peak and round(peak / 1e9, 1), "pairs": result}
 
-    def fidelity(self, model: str, text: str, caches: list[str], chunks: int) -> dict:
-        base = str(self.out.with_suffix(".base"))
+    def fidelity(self, found: dict, model: str, text: str, caches: list[str], chunks: int, singly: tuple[str, ...] = ()) -> None:
+        """By cache: divergence from f16. A cache that fails leaves the others.
+
+        Batches go through kernels that convert K and V first; the caches of ``singly`` are scored a token at a time as well, as they are
+        read when text is generated.
+        """
+        base = str(self.out.resolve().with_suffix(".base"))
         common = ["-m", model, *self.layers, "-c", "1024", "-fa", "on", "--chunks", str(chunks)]
-        self.program("llama-perplexity", *common, "-f", text, "--kl-divergence-base", base)
-        result = {}
+        runs = [(cache, cache, []) for cache in caches] + [(f"{cache}, single tokens", cache, ["-ub", "1"]) for cache in singly]
         try:
-            for cache in caches:
+            self.program("llama-perplexity", *common, "-f", text, "--kl-divergence-base", base)
+            for name, cache, more in runs:
+                if self.left() < 5:
+                    found["left_out"] = f"the time was over before {name}"
+                    return
                 k, v = cache.split("/")
-                said = self.program(
-                    "llama-perplexity", *common, "--kl-divergence-base", base, "--kl-divergence", "-ctk", k, "-ctv", v, "--kv-protect", "0"
-                )
+                arguments = [*common, *more, "--kl-divergence-base", base, "--kl-divergence", "-ctk", k, "-ctv", v, "--kv-protect", "0"]
+                try:
+                    said = self.program("llama-perplexity", *arguments)
+                except KvfmtError as error:
+                    found["fault"] = f"{name}: {error}"
+                    continue
                 kld = re.search(r"Mean\s+KLD:\s+(\S+) ±\s+(\S+)", said)
                 same = re.search(r"Same top p:\s+(\S+) ±", said)
-                if not (kld and same):
-                    raise KvfmtError(f"llama-perplexity printed no divergence for {cache}")
-                result[cache] = {"mean_kld": float(kld[1]), "error": float(kld[2]), "same_top_percent": float(same[1])}
+                if kld and same:
+                    found[name] = {"mean_kld": float(kld[1]), "error": float(kld[2]), "same_top_percent": float(same[1])}
+                else:
+                    found["fault"] = f"llama-perplexity printed no divergence for {name}"
+                self.save()
         finally:
             Path(base).unlink(missing_ok=True)
-        return result
 
-    def speed(self, model: str, caches: list[str], depths: tuple[int, ...], rounds: int) -> dict:
-        """Tokens a second of every turn; caches take turns, so that a clock that changes meets all of them."""
+    def speed(self, found: dict, model: str, caches: list[str], depths: tuple[int, ...], rounds: int) -> None:
+        """Tokens a second of every turn; caches take turns, so that a clock that changes meets all of them. One that fails is left out."""
         result: dict[str, dict[str, list[float]]] = {cache: {} for cache in caches}
+        found.update({"model": Path(model).name, "turns": 0, "caches": result})
+        well = list(caches)
         for turn in range(rounds):
-            for cache in caches:
+            for cache in list(well):
                 if self.left() < 15:
-                    return {"turns": turn, "left_out": "the time was over in the middle of a round", "caches": result}
+                    found["left_out"] = "the time was over in the middle of a round"
+                    return
                 k, v = cache.split("/")
                 arguments = ["-m", model, *self.layers, "-fa", "1", "-ctk", k, "-ctv", v, "-kvp", "0", "-p", "512", "-n", "32", "-r", "1"]
-                said = self.program("llama-bench", *arguments, "-d", ",".join(map(str, depths)), "-o", "json")
+                try:
+                    said = self.program("llama-bench", *arguments, "-d", ",".join(map(str, depths)), "-o", "json")
+                except KvfmtError as error:
+                    found["fault"] = f"{cache}: {error}"
+                    well.remove(cache)
+                    continue
                 for row in json.loads(said):
                     what = "decode" if row["n_gen"] else "prefill"
                     result[cache].setdefault(f"{what}@{row['n_depth']}", []).append(round(row["avg_ts"], 2))
-        return {"turns": rounds, "caches": result}
+                self.save()
+            found["turns"] = turn + 1
 
 
 def peak_bandwidth() -> float | None:
@@ -329,11 +427,15 @@ def gpu_facts() -> dict:
 
 def build(tree: Path, folder: Path, arch: str, seconds: float) -> None:
     """Configures and compiles what the checks need. Raises MissingTool, BuildFailed."""
-    for tool, why in (("cmake", "configure"), ("nvcc", "compile"), ("c++", "compile")):
-        if not shutil.which(os.environ.get("CUDACXX", tool) if tool == "nvcc" else tool):
+    for tool, why in (("cmake", "configure"), ("c++", "compile")):
+        if not shutil.which(tool):
             raise MissingTool(f"{tool} is missing, and without --bin there is nothing to {why} with", "Install it, or give --bin.")
+    nvcc = toolkit.installed()
+    if not nvcc:
+        hint = "Install it, name it in CUDACXX, or give --bin."
+        raise MissingTool(f"nvcc of CUDA {toolkit.OLDEST} or later is missing, and without --bin there is nothing to compile with", hint)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    flags = [*FLAGS, "-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF", f"-DCMAKE_CUDA_ARCHITECTURES={arch}"]
+    flags = [*FLAGS, *toolkit.flags(nvcc, arch)]
     until = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
@@ -388,32 +490,38 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", help="CUDA architecture (default: the GPU's)")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--rehearse-on-cpu", action="store_true", help="the same steps on the CPU device of --bin: no GPU result")
-    return parser.parse_args(arguments)
+    parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", type=int, default=GPU, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for name in ("tree", "bin", "work", "model", "speed_model", "text", "out"):  # programs run in another folder
+        if path := getattr(options, name):
+            setattr(options, name, path.resolve())
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0 if every step that ran passed, 2 if some were left out, 1 if one failed."""
     options = options_of(arguments)
+    if options.probe:
+        return probe(options.probe, options.kind)
     until = time.monotonic() + 60 * options.minutes
     try:
         if lacking := missing(options):
             raise MissingTool("not everything that the check needs is here:\n  " + "\n  ".join(lacking), "Nothing is downloaded; see --help.")
         rehearsal = options.rehearse_on_cpu
         facts = {"name": f"none: a rehearsal on {platform.machine()}"} if rehearsal else gpu_facts()
-        folder = options.bin or options.work / "bin"
+        folder = (options.bin or options.work / "bin").resolve()
         took = time.monotonic()
         if not options.bin:
             build(options.tree, options.work, options.arch or facts["compute_cap"].replace(".", ""), until - time.monotonic())
         took = time.monotonic() - took
-        golden = recorded()
-        backend = Backend(folder.resolve(), 0 if rehearsal else GPU)
     except KvfmtError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    check = Check(folder.resolve(), options.out, until, backend.name, [g.name for g in golden], [] if rehearsal else ["-ngl", "99"])
+    golden = recorded()
+    check = Check(folder, options.out, until, "", [g.name for g in golden], [] if rehearsal else ["-ngl", "99"])
     check.report = {
         "gpu": facts,
-        "device": backend.description,
         "rehearsal": rehearsal,
         "build": {"pin": get_pin().name, "series": hash_all(load_all(get_pin())), "compiled_here_s": None if options.bin else round(took, 1)},
         "model": {"file": options.model.name, "sha256": hashlib.sha256(options.model.read_bytes()).hexdigest()},
@@ -425,11 +533,16 @@ def main(arguments: list[str] | None = None) -> int:
     caches = list(scale.caches)
     stock = [cache.replace("/", "-") for cache in STOCK]
     timed = options.speed_model or options.model
-    check.step("parity", 5, lambda: parity(backend, golden))
-    check.step("operations", 60, lambda: check.all_operations(pairs))
-    check.step("bandwidth", 30, lambda: check.bandwidth(type_bits(golden), [*stock, *pairs] if scale.all_pairs else pairs[-1:], None if rehearsal else peak_bandwidth()))
-    check.step("speed", 60, lambda: check.speed(str(timed), caches, scale.depths, scale.rounds) | {"model": timed.name})
-    check.step("fidelity", 45, lambda: check.fidelity(str(options.model), str(options.text), caches[1:], scale.chunks))
+    check.step("parity", 5, lambda found: check.parity(found, 0 if rehearsal else GPU))
+    if not check.device:  # nothing else can run
+        return verdict(check.report)
+    chosen = [*stock, *pairs] if scale.all_pairs else pairs[-1:]
+    check.step("operations", 30, lambda found: check.all_operations(found, pairs))
+    check.step("fidelity", 30, lambda found: check.fidelity(found, str(options.model), str(options.text), caches[1:], scale.chunks, scale.singly))
+    check.step("speed", 30, lambda found: check.speed(found, str(timed), caches, scale.depths, scale.rounds))
+    if not rehearsal:
+        check.step("sanitizer", 20, check.sanitizer)
+    check.step("bandwidth", 20, lambda found: check.bandwidth(found, type_bits(golden), chosen, None if rehearsal else peak_bandwidth()))
     return verdict(check.report)
 
 
@@ -442,7 +555,9 @@ def verdict(report: dict) -> int:
         if isinstance(found, dict) and not (found["same_spec"] and found["same_floats"] and found["blocks_that_differ"] == 0):
             faults.append(f"parity of {name}: {found}")
     for op, found in steps.get("operations", {}).items():
-        if isinstance(found, dict) and (found["passed"] != found["of"] or found["of"] == 0):
+        if isinstance(found, dict) and "fault" in found:
+            faults.append(f"test-backend-ops {op}: {found['fault']}")
+        elif isinstance(found, dict) and (found["passed"] != found["of"] or found["of"] == 0):
             faults.append(f"test-backend-ops {op}: {found['passed']} of {found['of']}")
     for fault in faults:
         print(f"FAILED {fault}", file=sys.stderr)

@@ -97,6 +97,7 @@ class Ggml:
             ("ggml_flash_attn_ext_add_sinks", None, [void_p, void_p]),
             ("ggml_permute", void_p, [void_p, void_p, c_int, c_int, c_int, c_int]),
             ("ggml_cont", void_p, [void_p, void_p]),
+            ("ggml_dup", void_p, [void_p, void_p]),
             ("ggml_new_graph", void_p, [void_p]),
             ("ggml_build_forward_expand", None, [void_p, void_p]),
             ("ggml_nbytes", size_t, [void_p]),

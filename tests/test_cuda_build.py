@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvfmt.build import compile as compiling
 from kvfmt.build import cuda, nvcc, wheel
+from kvfmt.build import toolkit as toolkit_of
 from kvfmt.build.pins import get_pin
 from kvfmt.cli import app
 from kvfmt.errors import KvfmtError, MissingTool
@@ -37,6 +38,18 @@ def test_architectures_are_taken_as_given(toolkit):
     assert "-DGGML_CUDA=ON" in build.flags and "-DCMAKE_CUDA_ARCHITECTURES=80" in build.flags
 
 
+def test_programs_find_the_libraries_of_the_toolkit_that_they_are_linked_with(tmp_path):
+    """Through a link to nvcc, such as /usr/local/bin/nvcc; /usr/local/cuda is not among the folders of every system's loader."""
+    home = tmp_path / "cuda-13.0"
+    for folder in ("bin", "lib64/stubs", "targets/x86_64-linux/lib", "nothing/lib"):
+        (home / folder).mkdir(parents=True)
+    (home / "bin" / "nvcc").touch(0o755)
+    (home / "lib64" / "stubs" / "libcublas.so").touch()
+    (home / "targets" / "x86_64-linux" / "lib" / "libcublas.so.13").touch()
+    (tmp_path / "nvcc").symlink_to(home / "bin" / "nvcc")
+    assert cuda.CudaBuild(str(tmp_path / "nvcc"), "90").flags[-1] == f"-DCMAKE_INSTALL_RPATH=$ORIGIN;{home}/targets/x86_64-linux/lib"
+
+
 @pytest.mark.parametrize("asked, message", [("turing", "'turing' is no CUDA architecture"), ("8.0", "'8.0' is no"), ("35", "does not compile for 35"), (";", "names no CUDA")])
 def test_what_is_no_architecture_is_named(toolkit, asked, message):
     with pytest.raises(KvfmtError, match=message) as error:
@@ -60,7 +73,7 @@ def test_without_a_gpu_a_choice_is_asked_for(toolkit, monkeypatch, tmp_path):
 def test_a_missing_toolkit_is_said_before_anything_is_downloaded(monkeypatch, tmp_path):
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(nvcc, "USUAL_HOMES", (str(tmp_path),))
+    monkeypatch.setattr(toolkit_of, "USUAL_HOMES", (str(tmp_path),))
     for name in ("cc", "c++"):
         (tmp_path / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(tmp_path))

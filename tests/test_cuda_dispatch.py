@@ -80,6 +80,8 @@ def test_what_a_cache_needs_is_claimed(ggml, lib, fmt):
             "CPY out permuted": base.ggml_cpy(g.ctx, g.swapped(cache), g.tensor(GGML_TYPE_F32, (128, 9, 4))),
             "CPY in": base.ggml_cpy(g.ctx, float_like, cache),
             "CPY whole": base.ggml_cpy(g.ctx, cache, g.tensor(ours, (128, 4, 9))),
+            "CONT whole": base.ggml_cont(g.ctx, cache),
+            "DUP whole": base.ggml_dup(g.ctx, cache),
         }
         refused = [name for name, node in nodes.items() if not lib.simt_supports(node)]
         assert not refused
@@ -87,6 +89,8 @@ def test_what_a_cache_needs_is_claimed(ggml, lib, fmt):
             "CPY from f16": base.ggml_cpy(g.ctx, g.tensor(GGML_TYPE_F16, (128, 4, 9)), cache),
             "CPY from another type": base.ggml_cpy(g.ctx, g.tensor(GGML_TYPE_Q8_0, (128, 4, 9)), cache),
             "CPY within the type, permuted": base.ggml_cpy(g.ctx, g.swapped(cache), g.tensor(ours, (128, 9, 4))),
+            "CONT permuted": base.ggml_cont(g.ctx, g.swapped(cache)),
+            "DUP permuted": base.ggml_dup(g.ctx, g.swapped(cache)),
         }
         assert not [name for name, node in no_kernel.items() if lib.simt_supports(node)]
 

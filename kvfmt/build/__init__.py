@@ -6,7 +6,8 @@
     tree.py     build/<pin>/pristine and build/<pin>/src
     compile.py  CMake and ninja
     flags.py    what CMake is told of every build
-    cuda.py     nvcc, GPU architectures, and what our kernels cost to compile
+    toolkit.py  an installed CUDA toolkit
+    cuda.py     GPU architectures, and what our kernels cost to compile
     wheel.py    llama-cpp-python around the same libraries
     corpus.py   texts out of the pristine tree
 """

@@ -9,7 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfmt.build.nvcc import OLDEST, installed, release
+from kvfmt.build import toolkit
+from kvfmt.build.toolkit import OLDEST, installed, release
 from kvfmt.errors import KvfmtError, MissingTool
 
 #: Object files of the backend, and ours among them.
@@ -29,13 +30,7 @@ class CudaBuild:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return (
-            "-DGGML_CUDA=ON",
-            f"-DCMAKE_CUDA_COMPILER={self.nvcc}",
-            f"-DCMAKE_CUDA_ARCHITECTURES={self.architectures}",
-            # Only of use with several GPUs, and found or not by chance.
-            "-DGGML_CUDA_NCCL=OFF",
-        )
+        return toolkit.flags(Path(self.nvcc), self.architectures)
 
 
 def find_nvcc() -> str:

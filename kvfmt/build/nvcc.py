@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,35 +13,11 @@ from kvfmt.build import console
 from kvfmt.build.fetch import require_space
 from kvfmt.build.lock import locked
 from kvfmt.build.paths import ROOT, cache_dir
+from kvfmt.build.toolkit import OLDEST, installed, release
 from kvfmt.errors import DownloadFailed, MissingTool
 
 REQUIREMENTS = ROOT / "requirements-cuda.txt"
-OLDEST = 12
 INSTALLED_BYTES = 500_000_000
-#: Where toolkits are when no variable and no PATH says so.
-USUAL_HOMES = ("/usr/local/cuda", "/opt/cuda")
-
-_RELEASE = re.compile(r"release (\d+)\.(\d+)")
-
-
-def release(nvcc: Path) -> tuple[int, int] | None:
-    """(13, 0) for CUDA 13.0; None if it does not run or does not say."""
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    found = _RELEASE.search(done.stdout)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-def installed() -> Path | None:
-    """nvcc of an installed toolkit of CUDA 12 or later: $CUDACXX, below $CUDA_HOME or $CUDA_PATH, on PATH, or at a usual place."""
-    homes = [*(os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")), *USUAL_HOMES]
-    beside = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes if home]
-    for nvcc in filter(None, [os.environ.get("CUDACXX"), *beside[: -len(USUAL_HOMES)], shutil.which("nvcc"), *beside]):
-        if (found := release(Path(nvcc))) and found[0] >= OLDEST:
-            return Path(nvcc)
-    return None
 
 
 def packaged() -> Path:
