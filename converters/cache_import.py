@@ -95,7 +95,7 @@ def _open_npz(path: Path) -> Dump:
         raise DumpError(f"no file {path}", "Check the name.")
     try:
         archive = zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # beside its own, zipfile raises what its decoders do: of versions, names, extra fields
         raise DumpError(f"{path.name} cannot be opened: {error}", damaged) from None
     shapes: dict[str, tuple[int, ...]] = {}
     for info in archive.infolist():

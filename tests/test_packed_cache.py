@@ -510,6 +510,24 @@ def test_a_damaged_dump_is_an_error_or_harmless(tmp_path, kind, data):
         pass
 
 
+def test_every_byte_of_a_dumps_directory_may_be_wrong(tmp_path):
+    # zipfile raises NotImplementedError for a version that it does not know, UnicodeDecodeError for a name.
+    path = as_npz(tmp_path / "dump.npz", dumped(1, 64, 64))
+    raw = path.read_bytes()
+    start = raw.index(b"PK\x01\x02")
+    said = set()
+    for at in range(start, len(raw)):
+        for value in (0, 64, 255):
+            path.write_bytes(raw[:at] + bytes([value]) + raw[at + 1 :])
+            try:
+                found = open_dump(path)
+                for layer, side in found.shapes:
+                    found.read(layer, side)
+            except KvfmtError as error:
+                said.add(error.message)
+    assert any("zip file version" in message for message in said) and len(said) > 5
+
+
 @pytest.mark.parametrize("header", [b"[]", b"{", b'{"a": 1}', b'{"0.k": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}', b"\xff", b"[" * 100000])
 def test_safetensors_headers_that_are_wrong(tmp_path, header):
     path = tmp_path / "x.safetensors"
