@@ -22,6 +22,9 @@ ALIGNMENT = 32
 #: Longest key and tensor name, in bytes; ggml has 64 for a tensor.
 MAX_NAME = 65535
 
+#: Values that a tensor can have at most; beyond it numpy counts no bytes.
+MOST_VALUES = 1 << 58
+
 #: GGUF's value types: struct code by number.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 U32, STRING, ARRAY, U64 = 4, 8, 9, 10
@@ -215,6 +218,9 @@ def _read(name: str, data: memoryview, wanted: Callable[[str], bool]) -> GgufFil
         if not 1 <= n_dims <= 4:
             raise GgufError(f"tensor {title} has {n_dims} dimensions", "1 to 4 are possible: the file is damaged.")
         shape = tuple(reader.number("Q", f"the shape of {title}") for _ in range(n_dims))[::-1]
+        # Of extents alone: with a 0 among them the others promise no bytes, and could be any number.
+        if math.prod(max(extent, 1) for extent in shape) > MOST_VALUES:
+            raise GgufError(f"tensor {title[:80]!r} has the shape {shape}", "No file holds so much: it is damaged.")
         places.append((title, reader.number("I", f"the type of {title}"), shape, reader.number("Q", f"the offset of {title}")))
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, Tensor] = {}

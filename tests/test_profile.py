@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -173,6 +174,15 @@ def small_file(tmp_path_factory):
 def read_bytes(data: bytes, path) -> Profile:
     path.write_bytes(data)
     return Profile.read(path)
+
+
+@pytest.mark.parametrize("extents", [(2**63 + 4, 0), (2**62, 0), (2**40, 2**40)])
+def test_extents_that_no_file_holds_are_refused(small_file, extents):
+    # With a 0 among them they promise no bytes, and numpy raised ValueError for the other.
+    data, path = small_file
+    at = data.index(b"blk.0.kv_stat.k_mean") + len(b"blk.0.kv_stat.k_mean") + 4
+    with pytest.raises(KvfmtError, match="k_mean' has the shape"):
+        read_bytes(data[:at] + struct.pack("<QQ", *extents) + data[at + 16 :], path)
 
 
 def test_every_truncation_is_refused(small_file):
