@@ -15,7 +15,7 @@ from converters.gguf_copy import check_padding, copy_tensors, string_entry, u64_
 from converters.model_layers import owners_of
 from converters.state_layout import OTHER_MEMORY
 from kvfmt.build.fetch import SPARE_BYTES, require_space
-from kvfmt.build.files import check_place, whole_file
+from kvfmt.build.files import asked_file, check_place
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import GgufFile, read_gguf
 from kvfmt.policy import layer_types, layout_fault, parse_kv
@@ -101,11 +101,8 @@ def detach(
         if saved.resolve() in (model.resolve(), target.resolve()):
             raise KvfmtError(f"{saved} was to be the profile and a model", "Name another file for the profile.")
         check_place(target, "the model")
-        try:
-            with whole_file(saved, "the profile") as partial:
-                partial.write_bytes(carried)
-        except OSError as error:
-            raise KvfmtError(f"the profile was not written: {error}", "Is there room and the right to write?") from None
+        with asked_file(saved, "the profile") as partial:
+            partial.write_bytes(carried)
     _copy(file, target, [], update)
 
 
@@ -113,9 +110,6 @@ def _copy(file: GgufFile, target: Path, added: list[bytes], update: Callable[[in
     target = Path(target)
     check_place(target, "the model")
     require_space(target.parent, len(file.data) + sum(map(len, added)) + SPARE_BYTES, "The model")
-    try:
-        with whole_file(target) as partial, open(partial, "wb") as out:
-            write_header(file, out, added, KEYS)
-            copy_tensors(file, out, update)
-    except OSError as error:
-        raise KvfmtError(f"the model was not written: {error}", "Is there room and the right to write?") from None
+    with asked_file(target, "the model") as partial, open(partial, "wb") as out:
+        write_header(file, out, added, KEYS)
+        copy_tensors(file, out, update)

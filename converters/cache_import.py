@@ -18,7 +18,7 @@ from numpy.lib import format as npy
 
 from converters.packed_cache import Layer, PackedFile, write_cache
 from converters.safetensors_file import read_safetensors, write_safetensors
-from kvfmt.build.files import whole_file
+from kvfmt.build.files import asked_file
 from kvfmt.errors import KvfmtError
 from kvfmt.head_store import layer_stores
 from kvfmt.profile import MAX_LAYERS, Profile
@@ -172,12 +172,9 @@ def unpack(file: PackedFile, target: Path, update: Update = lambda done, of: Non
     if target.suffix == ".safetensors":
         write_safetensors(target, {f"layers.{i}.{side}": shape for i, side, shape in there}, values())
     elif target.suffix == ".npz":
-        try:
-            with whole_file(target, "the dump") as partial, zipfile.ZipFile(partial, "w") as archive:
-                for (i, side, _), array in zip(there, values()):
-                    with archive.open(f"layers.{i}.{side}.npy", "w", force_zip64=True) as stream:
-                        npy.write_array(stream, array, allow_pickle=False)
-        except OSError as error:
-            raise KvfmtError(f"{target} was not written: {error}", "Is there room and the right to write?") from None
+        with asked_file(target, "the dump") as partial, zipfile.ZipFile(partial, "w") as archive:
+            for (i, side, _), array in zip(there, values()):
+                with archive.open(f"layers.{i}.{side}.npy", "w", force_zip64=True) as stream:
+                    npy.write_array(stream, array, allow_pickle=False)
     else:
         raise DumpError(f"{target.name} is neither .npz nor .safetensors", "Name a dump of one of these kinds.")

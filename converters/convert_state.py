@@ -21,7 +21,7 @@ from converters.conversion_plan import Plan, Request, SideJob, plan_conversion
 from converters.state_bytes import FileSource, Source, StateError
 from converters.state_layout import SideLayout, StateLayout, read_layout
 from kvfmt.build.fetch import require_space
-from kvfmt.build.files import check_place, whole_file
+from kvfmt.build.files import asked_file, check_place
 from kvfmt.ggml_cpu import Encoders, installed_folder
 
 #: Values of a window: its floats and their copies stay in a core's cache. Bytes that are copied at a time.
@@ -110,16 +110,13 @@ def convert_state(
             encoders.decoder(kind)  # a build with another version of a format is refused before anything is written
         check_place(target, "the converted state")
         require_space(target.parent, plan.target.size, "The converted state")
-        try:
-            with whole_file(target) as partial:
-                with open(partial, "wb") as file:
-                    os.ftruncate(file.fileno(), plan.target.size)
-                    _run(plan, _Converter(opened, _Target(file.fileno()), encoders), threads or os.cpu_count() or 1, update)
-                with FileSource(partial) as written:
-                    if read_layout(written) != plan.target:
-                        raise StateError("what was written does not read back as it was planned", "Is another program writing to the file?")
-        except OSError as error:
-            raise StateError(f"the converted state was not written: {error.strerror}", "Is there room and the right to write?") from None
+        with asked_file(target, "the converted state") as partial:
+            with open(partial, "wb") as file:
+                os.ftruncate(file.fileno(), plan.target.size)
+                _run(plan, _Converter(opened, _Target(file.fileno()), encoders), threads or os.cpu_count() or 1, update)
+            with FileSource(partial) as written:
+                if read_layout(written) != plan.target:
+                    raise StateError("what was written does not read back as it was planned", "Is another program writing to the file?")
     return Converted(layout, plan.target, time.monotonic() - began)
 
 

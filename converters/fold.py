@@ -29,7 +29,7 @@ import numpy as np
 from converters.gguf_copy import CHUNK, string_entry, write_header
 from converters.row_scale import CannotScale, Rounding, can_scale, scale_rows
 from converters.same_model import Difference, difference
-from kvfmt.build.files import check_place, whole_file
+from kvfmt.build.files import asked_file, check_place
 from kvfmt.build.fetch import SPARE_BYTES, require_space
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import pair_of
@@ -253,13 +253,10 @@ def written(
         raise CannotFold(f"{target} is the model itself", "Write to another file: the unfolded model may be wanted again.")
     check_place(target, "the folded model")
     require_space(target.parent, len(file.data) + SPARE_BYTES, "The folded model")
-    try:
-        with whole_file(target) as partial:
-            with open(partial, "wb") as out:
-                rounding = _write(file, plan, out, update)
-            yield partial, rounding
-    except OSError as error:
-        raise KvfmtError(f"the folded model was not written: {error}", "Is there room and the right to write?") from None
+    with asked_file(target, "the folded model") as partial:
+        with open(partial, "wb") as out:
+            rounding = _write(file, plan, out, update)
+        yield partial, rounding
 
 
 def _write(file: GgufFile, plan: Plan, out: BinaryIO, update: Callable[[int, int], None]) -> Rounding:

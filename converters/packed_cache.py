@@ -26,7 +26,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from kvfmt import registry
-from kvfmt.build.files import whole_file
+from kvfmt.build.files import asked_file
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, GgufFile, parse_gguf, read_gguf
 from kvfmt.head_store import NO_MAPS, HeadStore
@@ -57,16 +57,12 @@ class Layer:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[GGUFWriter]:
-    path = Path(path)
-    try:
-        with whole_file(path, "the cache") as partial:
-            writer = GGUFWriter(partial, ARCHITECTURE)
-            try:
-                yield writer
-            finally:
-                writer.close()
-    except OSError as error:
-        raise KvfmtError(f"the cache was not written: {error}", "Is there room and the right to write?") from None
+    with asked_file(Path(path), "the cache") as partial:
+        writer = GGUFWriter(partial, ARCHITECTURE)
+        try:
+            yield writer
+        finally:
+            writer.close()
 
 
 def write_cache(

@@ -11,7 +11,7 @@ from typing import Iterable, Iterator
 
 import numpy as np
 
-from kvfmt.build.files import whole_file
+from kvfmt.build.files import asked_file
 from kvfmt.errors import KvfmtError
 
 #: Longest header that is read: a thousandth of it names a thousand tensors.
@@ -100,13 +100,10 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], values: It
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     found: Iterator[np.ndarray] = iter(values)
-    try:
-        with whole_file(Path(path), "the dump") as partial, open(partial, "wb") as out:
-            out.write(struct.pack("<Q", len(text)) + text)
-            for name, shape in shapes.items():
-                array = next(found)
-                if array.shape != tuple(shape):
-                    raise KvfmtError(f"tensor {name} is {array.shape}, {tuple(shape)} was announced", "Give the shapes of what is written.")
-                out.write(np.ascontiguousarray(array, "<f4").data)
-    except OSError as error:
-        raise KvfmtError(f"{path} was not written: {error}", "Is there room and the right to write?") from None
+    with asked_file(Path(path), "the dump") as partial, open(partial, "wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            array = next(found)
+            if array.shape != tuple(shape):
+                raise KvfmtError(f"tensor {name} is {array.shape}, {tuple(shape)} was announced", "Give the shapes of what is written.")
+            out.write(np.ascontiguousarray(array, "<f4").data)

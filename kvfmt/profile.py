@@ -26,7 +26,7 @@ import numpy as np
 from gguf import GGUFWriter
 
 from kvfmt import registry
-from kvfmt.build.files import whole_file
+from kvfmt.build.files import asked_file
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, U64, GgufFile, parse_gguf, read_gguf
 from kvfmt.moments import LayerStatistics
@@ -135,12 +135,8 @@ class Profile:
 
     def write(self, path: Path) -> None:
         """Writes the file whole or not at all. Raises KvfmtError if the folder cannot be written to."""
-        path = Path(path)
-        try:
-            with whole_file(path, "the profile") as partial:
-                self._write(partial)
-        except OSError as error:
-            raise KvfmtError(f"the profile was not written: {error}", "Is there room and the right to write?") from None
+        with asked_file(Path(path), "the profile") as partial:
+            self._write(partial)
 
     def _write(self, path: Path) -> None:
         writer = GGUFWriter(path, ARCHITECTURE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import random_gguf
 from kvfmt.build import console as look
-from kvfmt.build.files import whole_file, write_whole
+from kvfmt.build.files import asked_file, whole_file, write_whole
 from kvfmt.cli import app
 from kvfmt.errors import KvfmtError
 from random_profile import as_kvfmt, random_profile
@@ -94,3 +95,13 @@ def test_names_are_printed_as_they_are(monkeypatch, terminal):
 def test_commands_print_names_as_they_are(folder):
     assert "state[v2].bin" in call(folder, "convert state.bin -o", "state[v2].bin")
     assert "no file [/b].bin" in call(folder, "inspect", "[/b].bin")
+
+
+def test_what_the_system_does_not_let_be_written_is_said_and_leaves_nothing(tmp_path):
+    target = tmp_path / "profile.gguf"
+    with pytest.raises(KvfmtError, match="the profile was not written: .*No space left") as error:
+        with asked_file(target, "the profile") as partial:
+            partial.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "Is there room" in error.value.hint
+    assert not list(tmp_path.iterdir())

@@ -33,6 +33,16 @@ def whole_file(path: Path, what: str = "the file") -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def asked_file(path: Path, what: str) -> Iterator[Path]:
+    """``whole_file`` for what somebody asked for: where the system does not let it be written, that is a KvfmtError too."""
+    try:
+        with whole_file(path, what) as partial:
+            yield partial
+    except OSError as error:
+        raise KvfmtError(f"{what} was not written: {error}", "Is there room and the right to write?") from None
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file of which a reader never sees half. Text is UTF-8; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
