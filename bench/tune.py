@@ -118,6 +118,12 @@ class Profiles:
         replace(self.make(k, v, "probe"), statistics={}).write(path)
         return Cache("", 0, path)
 
+    def alone(self, layer: int, side: str, kind: str, folder: Path) -> Cache:
+        """An f16 cache but for this candidate in one place, through a profile in ``folder``."""
+        types = {other: ["f16" if i in self.base.statistics else "" for i in range(self.base.layers)] for other in SIDES}
+        types[side][layer] = kind
+        return self.probe(types["k"], types["v"], folder / f"{layer}.{side}.{kind.replace(':', '.')}.gguf")
+
     def make(self, k: Sequence[str], v: Sequence[str], name: str, provenance: Mapping[str, object] = {}) -> Profile:
         """The profile that gives each layer these candidates, "" where a layer owns no KV."""
         maps = {layer: found for layer in self.owners if (found := self.maps(layer, k[layer])).arrays()}
@@ -134,7 +140,6 @@ def cells_of(engine: Engine, profiles: Profiles, n_ctx: int, scratch: Path) -> d
 
     Found by allocating: a layer at q8_0 among f16 ones shrinks the cache by what its cells save.
     """
-    f16 = ["f16" if layer in profiles.owners else "" for layer in range(profiles.base.layers)]
     row_of = {layer: found.heads * found.k_size for layer, found in profiles.base.statistics.items()}
     if not engine.lib.llama_model_n_swa(engine.model):
         return {layer: n_ctx for layer in profiles.owners}
@@ -143,8 +148,7 @@ def cells_of(engine: Engine, profiles: Profiles, n_ctx: int, scratch: Path) -> d
         full = session.allocated.n_bytes
     saved = cache_type("f16").row_bytes(64) - cache_type("q8_0").row_bytes(64)
     for layer in profiles.owners:
-        probe = profiles.probe([*f16[:layer], "q8_0", *f16[layer + 1 :]], f16, scratch / f"cells{layer}.gguf")
-        with engine.open(probe, n_ctx) as session:
+        with engine.open(profiles.alone(layer, "k", "q8_0", scratch), n_ctx) as session:
             cells = (full - session.allocated.n_bytes) / (saved * row_of[layer] / 64)
         # The library says sizes to 0.01 MiB, and cells come in multiples of 256.
         found[layer] = max(256, round(cells / 256) * 256)
@@ -165,19 +169,11 @@ def measure(
 
     ``update(done, total)`` counts tokens over all caches. Raises KvfmtError for a text that is too short or a type that the library refuses.
     """
-    n = profiles.base.layers
-    f16 = ["f16" if layer in profiles.owners else "" for layer in range(n)]
     places = [(layer, side) for layer in profiles.owners for side in SIDES]
     asked = [(layer, side, kind) for layer, side in places for kind in candidates[side] if kind != "f16"]
-
-    def alone(layer: int, side: str, kind: str) -> Cache:
-        types = {"k": list(f16), "v": list(f16)}
-        types[side][layer] = kind
-        return profiles.probe(types["k"], types["v"], scratch / f"{layer}.{side}.{kind.replace(':', '.')}.gguf")
-
     # An odd step, so that K and V take turns.
     still = places[:: max(1, len(places) // FLOOR_PLACES) | 1]
-    caches = [*(alone(*place) for place in asked), *(alone(layer, side, "f32") for layer, side in still)]
+    caches = [profiles.alone(*place, scratch) for place in (*asked, *((layer, side, "f32") for layer, side in still))]
     found = distances(engine, text, plan, caches, update)
     floor = floor_of([(layer, kld) for (layer, _), kld in zip(still, found[len(asked) :])])
     options = [

@@ -32,8 +32,7 @@ def type_of(kind: str) -> str:
 @lru_cache(maxsize=None)
 def noise(name: str) -> float:
     """Mean squared error of a quantized type on a unit Gaussian, heads of 256. Raises UnknownName."""
-    known = {fmt.spec.name for fmt in registry.all_formats()}
-    codec: Codec = Blocks(name) if name in known else Stock(name)
+    codec: Codec = Blocks(name) if name in registry.names() else Stock(name)
     x = np.random.default_rng(1).standard_normal((128, 1, 256), np.float32)
     return float(np.mean((codec.apply(x) - x) ** 2))
 

@@ -180,8 +180,7 @@ def _orders(facts: list[_CacheFacts], request: Request) -> list[list[int]]:
         return [[request.model.order(layer) for layer in cache.layers] for cache in facts]
     if len(facts) == 1:
         return [list(range(len(facts[0].types)))]
-    ours = {fmt.spec.name for fmt in registry.all_formats()}
-    if request.profile or request.source_profile or request.protect or {request.k.name, request.v.name} & ours:
+    if request.profile or request.source_profile or request.protect or {request.k.name, request.v.name} & set(registry.names()):
         raise StateError("the state has two caches, and does not say which layer is in which", "Give the model: --model model.gguf")
     first = len(facts[0].types)
     return [list(range(first)), list(range(first, first + len(facts[1].types)))]
@@ -319,7 +318,7 @@ def _rotation(cache: _CacheFacts, side: int, types: Sequence[tuple[CacheType, Ca
         return Rotated(size) if size > 1 else PLAIN
     if any(n % 64 for n in values):
         return PLAIN
-    ours = {fmt.spec.name for fmt in registry.all_formats()}
+    ours = registry.names()
     described = cache.description and (cache.description.rotated_v if side else cache.description.rotated_k)
     # Only heads that 64 divides have our types, or are rotated at all.
     rotates = bool(described) or any(pair[side].name in ours for pairs in (cache.types, types) for pair in pairs)

@@ -43,7 +43,7 @@ class CacheType:
 
 def known_types() -> tuple[str, ...]:
     """Names of every cache type, upstream's first."""
-    return STOCK + tuple(fmt.spec.name for fmt in registry.all_formats())
+    return STOCK + registry.names()
 
 
 def cache_type(name: str) -> CacheType:
@@ -77,7 +77,7 @@ DEFAULT_PROTECT = 2
 
 def auto_protect(n_owners: int, k: CacheType, v: CacheType, profile: bool = False) -> int:
     """How many layers at each end stay f16 if nobody says: some under our types, none under a calibration profile."""
-    ours = {fmt.spec.name for fmt in registry.all_formats()}
+    ours = set(registry.names())
     if profile or not {k.name, v.name} & ours:
         return 0
     return min(DEFAULT_PROTECT, n_owners // 8)

@@ -36,6 +36,11 @@ def all_formats() -> tuple[Format, ...]:
     return tuple(_registered().values())
 
 
+def names() -> tuple[str, ...]:
+    """Names of every registered format, ordered by type id."""
+    return tuple(_registered())
+
+
 def plain_formats() -> tuple[Format, ...]:
     """Those that a cache can use without a profile, ordered by type id."""
     return tuple(fmt for fmt in all_formats() if not fmt.spec.needs_profile)

@@ -61,7 +61,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class InLayer:
-    """One layer of ``Mapped``."""
+    """One layer of ``Mapped``, which counts the bits."""
 
     name: str
     inner: c.Codec
@@ -75,9 +75,6 @@ class InLayer:
         mean = 0 if self.maps.k_mean is None else self.maps.k_mean
         stored = np.einsum("hij,thj->thi", key, x - mean)
         return np.einsum("hij,thi->thj", query, self.inner.apply(stored)) + mean
-
-    def allocated_bits(self, tokens: int, heads: int, dim: int) -> int:
-        return self.inner.allocated_bits(tokens, heads, dim) + 8 * self.maps.nbytes
 
 
 def keys_of(profile: Profile, name: str, kind: str, centre: bool) -> Mapped:
