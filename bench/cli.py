@@ -102,7 +102,7 @@ def quality(
                 title = f"{r.subject.name} on {piece.name}, {plan.chunks} x {plan.n_ctx} tokens"
                 with progress(title, plan.chunks * plan.n_ctx * len(r.caches)) as update:
                     rows += work.measure(r.engine, r.subject, piece, r.caches, plan, r.results, update, tables.announce)
-        tables.show(tables.quality(rows))
+        tables.show(tables.table(rows, tables.quality(rows)))
 
 
 @app.command()
@@ -129,7 +129,7 @@ def generate(
         for name in wanted:
             with progress(f"{r.subject.name}, {prompts} {name} prompts", prompts * (len(r.caches) + 1)) as update:
                 rows += work.measure(r.engine, r.subject, r.caches, name, prompts, seed, r.results, update, tables.announce)
-        tables.show(tables.generate(rows))
+        tables.show(tables.table(rows, tables.generate(rows)))
 
 
 @app.command()
@@ -156,7 +156,7 @@ def retrieval(
         for n in sorted(set(length)):
             with progress(f"{r.subject.name}, {documents} documents of {n} tokens", documents * (len(r.caches) + 1)) as update:
                 rows += work.measure(r.engine, r.subject, r.caches, n, documents, keys, seed, r.results, update, tables.announce)
-        tables.show(tables.retrieval(rows))
+        tables.show(tables.table(rows, tables.retrieval(rows)))
 
 
 @app.command()
@@ -182,8 +182,8 @@ def speed(
             rows = work.measure(
                 r.engine, r.subject, r.caches, tuple(depth), rounds, decode, prefill, seed, r.results, update, tables.announce
             )
-        tables.show(tables.speed(rows))
-        tables.show(tables.roofline(rows))
+        tables.show(tables.table(rows, tables.speed(rows)))
+        tables.show(tables.table(rows, tables.roofline(rows), tables.bandwidth(rows)))
 
 
 register(app, MODEL, OUTPUT, THREADS, output_file)

@@ -75,16 +75,11 @@ def table(rows: Iterable[Row], columns: Sequence[Column], text: tuple[int, ...] 
 METHOD: Column = ("cache (K/V)", lambda r: r.method)
 BITS: Column = ("bits/value, allocated", lambda r: f"{r.bits_per_value:.2f}")
 KLD: Column = ("mean KLD", lambda r: number(r.metrics.get("kld")))
-SAME: Column = ("same top token", lambda r: percent(r.metrics.get("same_top")))
-RATIO: Column = ("PPL ratio", lambda r: number(r.metrics.get("ppl_ratio"), 3))
 
 
-def quality_table(rows: Sequence[Row]) -> Table:
-    """Caches that llama.cpp itself ran."""
-    where = {(r.provenance.text, r.provenance.n_ctx) for r in rows}
-    more: list[Column] = [("text, tokens", lambda r: f"{r.provenance.text}, {r.provenance.n_ctx}")] if len(where) > 1 else []
-    tail: Column = ("99.9 % KLD", lambda r: number(r.metrics.get("kld_999"), 3))
-    return table(rows, [METHOD, *more, BITS, KLD, tail, SAME, RATIO])
+def caches_table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    """Caches that llama.cpp itself ran, with the columns that the terminal shows."""
+    return table(rows, [METHOD, BITS, *((" ".join(title.split()), cell) for title, cell in columns)])
 
 
 def lab_table(rows: Sequence[Row]) -> Table:
@@ -117,15 +112,6 @@ def loci_table(rows: Sequence[Row]) -> Table:
         [k, *(number(by[k, p].metrics["kld"], 5) if (k, p) in by else "" for p in places)] for k in dict.fromkeys(r.k for r in rows)
     ]
     return Table(["codec of K (V in f16)", *(f"KLD, {p}" for p in places)], lines)
-
-
-def other_table(rows: Sequence[Row]) -> Table:
-    """Rows of any kind, with whatever metrics they have."""
-    names = list(dict.fromkeys(n for r in rows for n in r.metrics))
-    varying = [k for k in dict.fromkeys(k for r in rows for k in r.setup) if len({str(r.setup.get(k)) for r in rows}) > 1]
-    columns: list[Column] = [METHOD, *((k, lambda r, k=k: str(r.setup.get(k, ""))) for k in varying), BITS]
-    columns += [(n.replace("_", " "), lambda r, n=n: number(r.metrics.get(n), 3)) for n in names]
-    return table(rows, columns)
 
 
 def claims_table(verdicts: Sequence[Verdict]) -> Table:
@@ -168,7 +154,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
                 f"{model}: how close llama.cpp's caches stay to f16",
                 ["Each cache was run by llama.cpp itself, from the first token on. The lower left corner is where one wants to be: "
                  "few bits, and next-token predictions like those of the 16-bit cache."],
-                [quality_table(quality)],
+                [caches_table(quality, tables.quality(quality))],
             )
             for text, n_ctx in texts:
                 chosen = [r for r in quality if (r.provenance.text, r.provenance.n_ctx) == (text, n_ctx)]
@@ -184,8 +170,10 @@ def sections(rows: Sequence[Row]) -> list[Section]:
             ("speed", "speed", "Against the f16 cache, in turns in the same run."),
         ):
             if chosen := pick(kind):
-                part = Section(f"{model}: {title}", [words], [other_table(chosen)])
+                part = Section(f"{model}: {title}", [words], [caches_table(chosen, getattr(tables, kind)(chosen))])
                 if kind == "speed":
+                    part.words.append(tables.bandwidth(chosen))
+                    part.tables.append(caches_table(chosen, tables.roofline(chosen)))
                     part.add(plots.speed(chosen, f"{model}: speed against f16"), f"{model}-speed", "speed ratios")
                 found.append(part)
         if methods := pick("lab", "method"):
@@ -199,7 +187,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
                  "64 and with all but 64 tokens prompt.",
                  "The noise floor is what a change without meaning does, the last bit of one stored value in 1,000: llama.cpp rounds "
                  "activations to 8 bits, which makes small differences larger. Nothing can be told from f16 below it.",
-                 f"Recall is the share of {_asked(methods)} stated facts that greedy decoding gives back, with its standard error; "
+                 f"Recall is the share of {_asked(methods)} values hidden in documents that greedy decoding gives back, with its standard error; "
                  "50 tokens is the share of 50 greedy tokens before the first that is another than the f16 cache's."],
                 [lab_table(methods)],
             )
@@ -254,9 +242,9 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def _asked(rows: Sequence[Row]) -> str:
-    from bench.lab.experiment import ASKED, LISTS
+    from bench.lab.experiment import ASKED, DOCUMENTS
 
-    return str(ASKED * len(LISTS))
+    return str(ASKED * len(DOCUMENTS))
 
 
 def provenance_table(rows: Sequence[Row]) -> Table:

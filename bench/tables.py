@@ -1,8 +1,8 @@
-"""What the measurements print when they are done."""
+"""The columns of the tables of measurements, on the terminal when they are done and in the report."""
 
 from __future__ import annotations
 
-from typing import Callable, Iterable
+from typing import Callable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -40,7 +40,7 @@ def show(out: Table) -> None:
         Console(width=200, highlight=False).print(out)
 
 
-def table(rows: Iterable[Row], columns: list[Column]) -> Table:
+def table(rows: Sequence[Row], columns: Sequence[Column], caption: str = "") -> Table:
     """Rows of one kind; the first columns say what was measured."""
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
     out.add_column("cache (K/V)", no_wrap=True)
@@ -49,6 +49,7 @@ def table(rows: Iterable[Row], columns: list[Column]) -> Table:
         out.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         out.add_row(row.method, f"{row.bits_per_value:.3f}", *(cell(row) for _, cell in columns))
+    out.caption = caption or None
     return out
 
 
@@ -61,7 +62,7 @@ def share(name: str) -> Callable[[Row], str]:
     return lambda row: percent(row.metrics[name]) if name in row.metrics else ""
 
 
-def quality(rows: list[Row]) -> Table:
+def quality(rows: Sequence[Row]) -> list[Column]:
     columns: list[Column] = [
         ("mean KLD", metric("kld")), ("99.9 %\nKLD", metric("kld_999", 3)), ("same top\ntoken, %", share("same_top")),
         ("PPL ratio", metric("ppl_ratio", 3)),
@@ -69,44 +70,47 @@ def quality(rows: list[Row]) -> Table:
     kinds = {(row.provenance.text, row.provenance.n_ctx) for row in rows}
     if len(kinds) > 1:
         columns.insert(0, ("text, context", lambda row: f"{row.provenance.text}, {row.provenance.n_ctx}"))
-    return table(rows, columns)
+    return columns
 
 
-def generate(rows: list[Row]) -> Table:
+def generate(rows: Sequence[Row]) -> list[Column]:
     columns: list[Column] = [("set", lambda row: f"{row.setup['set']}")]
     horizons = sorted({int(n.removeprefix("match_")) for row in rows for n in row.metrics if n.startswith("match_")})
     columns += [(f"first {h}\nequal, %", share(f"match_{h}")) for h in horizons]
-    return table(rows, [*columns, ("tokens\nequal", metric("prefix", 1)), ("loops, %", share("loops"))])
+    return [*columns, ("tokens\nequal", metric("prefix", 1)), ("loops, %", share("loops"))]
 
 
-def retrieval(rows: list[Row]) -> Table:
-    return table(rows, [
+def retrieval(rows: Sequence[Row]) -> list[Column]:
+    return [
         ("tokens", lambda row: str(row.setup["length"])), ("recall, %", share("recall")), ("f16's, %", share("recall_f16")),
         ("lost, %", share("lost")), ("NLL rise,\nnats a token", metric("nll_rise", 3)),
-    ])
+    ]
 
 
-def speed(rows: list[Row]) -> Table:
+def speed(rows: Sequence[Row]) -> list[Column]:
     def spread(name: str) -> Callable[[Row], str]:
         ends = metric(f"{name}_low", 2), metric(f"{name}_high", 2)
         return lambda row: "–".join(end(row) for end in ends)
 
-    return table(rows, [
-        ("depth", lambda row: str(row.setup["depth"])), ("decode,\nof f16's", metric("decode_ratio", 2)), ("spread", spread("decode")),
-        ("prefill,\nof f16's", metric("prefill_ratio", 2)), ("spread", spread("prefill")),
-    ])
+    return [
+        ("depth", lambda row: str(row.setup["depth"])), ("decode,\nof f16's", metric("decode_ratio", 2)), ("decode,\nspread", spread("decode")),
+        ("prefill,\nof f16's", metric("prefill_ratio", 2)), ("prefill,\nspread", spread("prefill")),
+    ]
 
 
-def roofline(rows: list[Row]) -> Table:
+def roofline(rows: Sequence[Row]) -> list[Column]:
     def scaled(name: str, factor: float, digits: int) -> Callable[[Row], str]:
         return lambda row: f"{row.metrics[name].value * factor:.{digits}f}" if name in row.metrics else ""
 
-    bandwidth = {row.metrics["bandwidth"].value for row in rows if "bandwidth" in row.metrics}
-    out = table(rows, [
+    return [
         ("depth", lambda row: str(row.setup["depth"])), ("decode,\ntok/s", scaled("decode_rate", 1, 1)),
         ("prefill,\ntok/s", scaled("prefill_rate", 1, 1)), ("cache,\nMiB", scaled("cache_bytes", 2**-20, 1)),
         ("with\nbuffers", scaled("context_bytes", 2**-20, 1)), ("KV read\nMiB/tok", scaled("kv_bytes", 2**-20, 2)),
         ("at least\nms/tok", scaled("kv_floor", 1e3, 3)), ("measured\nms/tok", scaled("decode_seconds", 1e3, 2)),
-    ])
-    out.caption = f"Memory of this machine: {' to '.join(f'{b / 1e9:.1f}' for b in sorted({min(bandwidth), max(bandwidth)}))} GB/s read." if bandwidth else None
-    return out
+    ]
+
+
+def bandwidth(rows: Sequence[Row]) -> str:
+    """What the least times of ``roofline`` were reckoned with; empty if nothing was."""
+    found = {row.metrics["bandwidth"].value for row in rows if "bandwidth" in row.metrics}
+    return f"Memory of this machine: {' to '.join(f'{b / 1e9:.1f}' for b in sorted({min(found), max(found)}))} GB/s read." if found else ""

@@ -194,11 +194,12 @@ def test_rows_of_an_earlier_version_still_make_a_table():
     origin = Provenance("b", {}, "m", "h", "t", "h", 256, 1, "x")
     setups = {"generate": {"set": "hard"}, "retrieval": {"length": 512}, "speed": {"depth": 0}}
     for kind, setup in setups.items():
-        show = getattr(tables, kind)
+        rows = [Row(kind, "q8_0, old", "q8_0", "q8_0", 0, 8.5, origin, setup)]
         out = io.StringIO()
-        Console(file=out, width=120).print(show([Row(kind, "q8_0, old", "q8_0", "q8_0", 0, 8.5, origin, setup)]))
+        Console(file=out, width=120).print(tables.table(rows, getattr(tables, kind)(rows)))
         assert "q8_0, old" in out.getvalue()
-    assert tables.roofline([Row("speed", "q8_0", "q8_0", "q8_0", 0, 8.5, origin, setups["speed"])]).row_count == 1
+    rows = [Row("speed", "q8_0", "q8_0", "q8_0", 0, 8.5, origin, setups["speed"])]
+    assert tables.table(rows, tables.roofline(rows), tables.bandwidth(rows)).row_count == 1
 
 
 def test_bandwidth_reads_every_word():

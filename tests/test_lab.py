@@ -331,17 +331,20 @@ def test_bad_input_is_named(smollm2):
         Session(model.path.with_name("none.gguf"), 256)
 
 
-def test_recall_asks_what_was_stated():
-    text, asked = recall.questions(3, 24, 12)
-    assert (text, asked) == recall.questions(3, 24, 12)
-    assert len(text.splitlines()) == 24 and len(asked) == 12
-    for q in asked:
-        assert f"{q.ask.strip()} {q.answer}" in text.splitlines()
+def test_recall_asks_what_was_stated(smollm2):
+    """Documents fit the session's room; the model finds most of what an untouched cache hides, and nothing in a ruined one."""
+    session, geometry, _ = smollm2
+    found = experiment.build_recall(session, geometry)
+    assert [len(context.asked) for context in found] == [experiment.ASKED] * len(experiment.DOCUMENTS)
+    sign = find_methods("sign")[0]
+    kept = np.concatenate([recall.recall(session, context.stored, context.asked) for context in found], axis=1)
+    lost = np.stack(recall.recall(session, sign.apply(found[0].stored, found[0].layout), found[0].asked))
+    assert kept[0].mean() > 0.5 and lost[0].mean() == 0 and lost[1].mean() > 2 * kept[1].mean()
 
 
 def test_rows_resume_and_report(smollm2, tmp_path, monkeypatch):
     session, geometry, model = smollm2
-    monkeypatch.setattr(experiment, "LISTS", (24,))
+    monkeypatch.setattr(experiment, "DOCUMENTS", (8,))
     monkeypatch.setattr(experiment, "ASKED", 3)
     results = Results(tmp_path / "rows.jsonl")
     methods = find_methods("f16; int8; NF4/g64; int2 sorted; ternary; sign; NF4/g64 + anchors f16; int2 sorted + anchors f16, sensitive layers")

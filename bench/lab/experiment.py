@@ -19,12 +19,15 @@ from bench.lab.methods import GROWTH, Method, growth
 from bench.lab.policies import Layout
 from bench.lab.score import Scores
 from bench.lab.session import LabError, Session
+from bench.prompts import Hidden, document
 from bench.records import Metric, Outcome, Provenance, Results, Row
 from kvfmt import registry
 from kvfmt.subjects import ModelFile, Text
 
-#: Of the retrieval lists: their lengths, and how many questions each gets.
-LISTS, ASKED = (24, 48), 12
+#: Of the documents that hide values: their sentences, and how many values are hidden in each.
+DOCUMENTS, ASKED = (16, 24, 32, 40), 6
+#: Tokens that a sentence takes, at most.
+SENTENCE = 22
 SEED = 20240817
 #: Position buckets of the scored tokens, for curves.
 BUCKET = 16
@@ -45,8 +48,8 @@ def open_session(model: ModelFile, settings: Sequence[Setting], threads: Optiona
     """A session with room for the longest of the settings, whose queries and keys can be watched."""
     geometry = Geometry.of(model.path)
     longest = max((s.stored + max(s.scored, HORIZON) + 1 for s in settings), default=0)
-    # The retrieval lists take up to 10 tokens a line.
-    n_ctx = max(longest, 10 * max(LISTS) + 32)
+    # The last sentence's worth is for a question.
+    n_ctx = max(longest, SENTENCE * (max(DOCUMENTS) + ASKED + 2))
     return Session(model.path, -(-n_ctx // 256) * 256, threads or 0, watch=watch_qk()), geometry
 
 
@@ -61,39 +64,39 @@ def build_contexts(session: Session, geometry: Geometry, text: Text, setting: Se
 
 @dataclass(frozen=True)
 class RecallContext:
-    """A stored list with its questions."""
+    """A stored document and the values that it hides."""
 
     stored: Stored
     layout: Layout
-    asked: list[recalls.Question]
+    asked: list[Hidden]
 
 
 def build_recall(session: Session, geometry: Geometry) -> list[RecallContext]:
-    """One stored list for each of LISTS; the list is the prompt, nothing was decoded."""
+    """One stored document for each of DOCUMENTS; it is the prompt, nothing was decoded."""
     found = []
-    for statements in LISTS:
-        text, asked = recalls.questions(SEED, statements, ASKED)
-        tokens = session.tokenize(text)
+    for sentences in DOCUMENTS:
+        made = document(sentences, ASKED, f"lab {SEED}")
+        tokens = session.tokenize(made.text)
         data, keys, _ = evaluate(session, tokens, geometry)
         stored = Stored.read(data, geometry, keys.order)
         layout = Layout(tuple(stored.positions(i) for i in range(geometry.layers)), len(tokens), len(tokens))
-        found.append(RecallContext(stored, layout, asked))
+        found.append(RecallContext(stored, layout, made.hidden))
     return found
 
 
 class Recall:
-    """Retrieval from the stored lists. They are the same for every setting: each method is asked once."""
+    """Retrieval from the stored documents. They are the same for every setting: each method is asked once."""
 
     def __init__(self, session: Session, geometry: Geometry, sensitive: tuple[int, ...]) -> None:
         self._session, self._sensitive = session, sensitive
-        self._lists = cache(lambda: build_recall(session, geometry))
+        self._documents = cache(lambda: build_recall(session, geometry))
         self._found: dict[str, dict[str, Metric]] = {}
 
     def __call__(self, method: Method) -> dict[str, Metric]:
-        """``recall`` is the share of answers given, ``answer_nll`` in nats an answer."""
+        """``recall`` is the share of values given, ``answer_nll`` in nats a value."""
         if method.name not in self._found:
             right, nll = [], []
-            for context in self._lists():
+            for context in self._documents():
                 changed = method.apply(context.stored, replace(context.layout, sensitive=self._sensitive))
                 found = recalls.recall(self._session, changed, context.asked)
                 right.append(found[0])
@@ -121,7 +124,7 @@ def setup_of(setting: Setting, method: Method, sensitive: tuple[int, ...]) -> di
     uses = "sensitive" in method.kept.name
     return {
         **setting.as_setup(), "what": "method", "family": method.family, "kept": method.kept.name, "keeper": method.keeper.name,
-        "horizon": HORIZON, "sensitive": " ".join(map(str, sensitive)) if uses else None,
+        "horizon": HORIZON, "hidden_in": " ".join(map(str, DOCUMENTS)), "asked": ASKED, "sensitive": " ".join(map(str, sensitive)) if uses else None,
     }
 
 
