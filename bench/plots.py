@@ -16,7 +16,7 @@ from bench.records import Row
 from kvfmt import registry
 
 OURS, STOCK, GREY = "#1f6fb4", "#c2571a", "#777777"
-FAMILIES = {"kvfmt": OURS, "stock": STOCK, "baseline": "#222222", "study": "#8a5fb0", "KIVI": "#2f8f5b"}
+FAMILIES = {"kvfmt": OURS, "stock": STOCK, "baseline": "#222222", "study": "#8a5fb0", "KIVI": "#2f8f5b", "calibrated": "#d99a00"}
 #: A KLD below this cannot be told from none on a logarithmic axis.
 FLOOR = 1e-5
 

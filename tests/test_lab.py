@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from bench import claims, report
+from bench import claims, plots, report
 from bench.lab import codecs as c
 from bench.lab import calibrated, contexts, experiment, keys, locus, positions, probe, recall
 from bench.lab import policies as p
@@ -279,7 +279,10 @@ def test_each_part_of_the_geometry_is_a_row_and_all_together_are_closest(smollm2
         changed = replace(method, v=c.Exact()).apply(context.stored, context.layout)
         klds[name.split(", ", 1)[1] if name.startswith("kvq3") else name] = contexts.score(smollm2[0], context, changed).kld.mean()
     assert klds["full map, centred"] < klds["Hadamard only"]
-    assert len(find_methods(None, tuple(found.values()))) == len(all_methods()) + len(found)
+    together = find_methods(None, tuple(found.values()))
+    assert len(together) == len(all_methods()) + len(found)
+    # The plot left out the calibrated rows: a family without a colour is one that nobody sees.
+    assert {m.family for m in together} == set(plots.FAMILIES)
     with pytest.raises(KvfmtError, match="no statistics"):
         calibrated.methods(replace(profile, statistics={}))
 
