@@ -145,16 +145,16 @@ def layers(rows: list[Row], title: str) -> Optional[Figure]:
     return figure
 
 
-def by_position(rows: list[Row], title: str, label: str, keep: int = 10) -> Optional[Figure]:
+def by_position(rows: list[Row], title: str, label: str) -> Optional[Figure]:
     """KLD along the context, one line a row."""
-    rows = [r for r in rows if r.detail.get("by_position") and r.metrics["kld"].value > 0][:keep]
+    rows = [r for r in rows if r.detail.get("by_position") and r.metrics["kld"].value > 0]
     if not rows:
         return None
     figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
     colours = plt.get_cmap("tab10")
     for i, r in enumerate(rows):
         at = [(b["from"] + b["to"]) / 2 for b in r.detail["by_position"]]
-        axis.plot(at, [max(FLOOR, b["kld"]) for b in r.detail["by_position"]], "o-", ms=3, lw=1.2, color=colours(i % 10), label=r.method)
+        axis.plot(at, [max(FLOOR, b["kld"]) for b in r.detail["by_position"]], "o", ls=("-", "--", ":")[i // 10 % 3], ms=3, lw=1.2, color=colours(i % 10), label=r.method)
     axis.set_yscale("log")
     axis.set_xlabel(label)
     axis.set_ylabel("mean KLD, nats")
