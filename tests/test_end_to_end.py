@@ -18,7 +18,7 @@ from kvfmt.errors import BuildFailed, UnknownName
 
 # SmolLM2-135M-Instruct
 LAYERS, ROW = 30, 3 * 64
-N_CTX, CHUNKS = 512, 2
+N_CTX, CHUNKS = 512, 1
 
 
 @pytest.fixture(scope="module")
