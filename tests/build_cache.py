@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from kvfmt.build.files import whole_file
 
