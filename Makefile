@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
+# One process. "-n auto --dist worksteal" takes one for each core; of two whole runs that way one had a failure (a server's log read too soon).
+TEST_PROCESSES ?=
 FUZZ_ARGS ?= --files 10000
 
 # Named after what was installed, so that a change of the pins installs again and nothing else does.
@@ -55,7 +57,7 @@ demo: build
 
 test: build torch
 	$(BIN)/kvfmt models fetch
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 test-arm: build
 	$(BIN)/python -m pytest -q tests/arm/arm_parity.py $(PYTEST_ARGS)

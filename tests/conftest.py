@@ -7,10 +7,20 @@ from pathlib import Path
 
 import pytest
 
+# Before any library with OpenMP is loaded: threads that wait for work sleep, instead of keeping the core from others' work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from kvfmt.build.paths import bin_dir, build_dir
 from kvfmt.build.pins import get_pin
 
 PIN = get_pin()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes that share the tests with `-n auto`: one a core, four at most, since each may have a model and torch in memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores)
 
 
 def _built(path: Path, what: str) -> Path:

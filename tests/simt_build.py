@@ -16,9 +16,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from build_cache import kept
 from cuda_sources import digest, included, sources
 
-from kvfmt.build.files import whole_file
 from kvfmt.build.paths import cache_dir
 
 SIMT = Path(__file__).resolve().parent / "simt"
@@ -55,9 +55,8 @@ def device_library(tree: Path, driver: str, libdir: Path, edit=None, defines: tu
     command = [CXX, *FLAGS, "-include", "cuda_runtime.h", *definitions]
     version = subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout
     name = f"{Path(driver).stem}-{digest(version, command, _LAUNCH.pattern, rewritten.__code__.co_consts, sorted(own.items()), sorted(used.items()))}"
-    target = cache_dir() / "simt" / f"{name}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+
+    def compile_to(partial: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="simt-") as scratch:
             root = Path(scratch) / "src"
             for place, text in texts.items():
@@ -66,15 +65,9 @@ def device_library(tree: Path, driver: str, libdir: Path, edit=None, defines: tu
                 once = "#pragma once\n" if path.suffix == ".cuh" else ""  # not all have it
                 path.write_text(once + rewritten(text) if path.suffix in (".cu", ".cuh") else text)
             include = [f"-I{folder}" for folder in (SIMT, root / "ggml-cuda", root, root / ".." / "include")]
-            with whole_file(target) as partial:
-                done = subprocess.run(
-                    [*command, *include, str(SIMT / driver), "-o", str(partial), f"-L{libdir}", "-lggml-base"],
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                assert done.returncode == 0, f"{driver} does not compile:\n{done.stderr[:6000]}"
-        for old in sorted(target.parent.glob("*.so"), key=lambda p: p.stat().st_mtime, reverse=True)[KEPT:]:
-            old.unlink(missing_ok=True)
-    os.utime(target)
-    return ctypes.CDLL(str(target))
+            done = subprocess.run(
+                [*command, *include, str(SIMT / driver), "-o", str(partial), f"-L{libdir}", "-lggml-base"], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{driver} does not compile:\n{done.stderr[:6000]}"
+
+    return ctypes.CDLL(str(kept(cache_dir() / "simt", f"{name}.so", KEPT, compile_to)))

@@ -11,13 +11,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from build_cache import kept
 from conftest import PIN
 from cuda_sources import attention_instances, digest, included, sources
 
 from cpp_patch.apply import load_series
 from cpp_patch.fattn_pairs import pairs
 from kvfmt import registry
-from kvfmt.build.files import write_whole
 from kvfmt.build.nvcc import ensure_nvcc, packaged, release
 from kvfmt.build.paths import cache_dir
 
@@ -58,8 +58,8 @@ def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind:
     command = [*_flags(patched), {"object": "-c", "ptx": "-ptx"}[kind]]
     standin = sorted((p.name, p.read_text()) for p in STANDIN.glob("*.h"))
     made_of = digest(str(nvcc), release(nvcc), command, standin, text, sorted(included(texts, name, text).items()))
-    kept = cache_dir() / "nvcc-tests" / f"{Path(name).stem}-{made_of}.{kind}"
-    if not kept.exists():
+
+    def compile_to(partial: Path) -> None:
         src = patched / "ggml" / "src"
         out = tmp_path / "out"
         source = src / name
@@ -71,10 +71,9 @@ def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind:
         )
         assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
         assert not re.search(r"kvq.*warning", done.stderr), done.stderr[:4000]
-        write_whole(kept, out.read_text() if kind == "ptx" else "")
-        for old in sorted(kept.parent.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)[KEPT:]:
-            old.unlink(missing_ok=True)
-    return kept.read_text()
+        partial.write_text(out.read_text() if kind == "ptx" else "")
+
+    return kept(cache_dir() / "nvcc-tests", f"{Path(name).stem}-{made_of}.{kind}", KEPT, compile_to).read_text()
 
 
 def test_the_series_touches_these():

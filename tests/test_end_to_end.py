@@ -8,6 +8,8 @@ import re
 import llama_cpp
 import pytest
 
+from bench.caches import Cache
+from bench.engine import Engine
 from kvfmt import perplexity, policy
 from kvfmt.bindings import open_model
 from kvfmt.build.corpus import corpus
@@ -16,7 +18,7 @@ from kvfmt.errors import BuildFailed, UnknownName
 
 # SmolLM2-135M-Instruct
 LAYERS, ROW = 30, 3 * 64
-N_CTX, CHUNKS = 512, 2
+N_CTX, CHUNKS = 512, 1
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +78,29 @@ def test_protection_helps_and_is_paid_for(score):
     assert kept.bits_per_value > plain.bits_per_value
 
 
-@pytest.mark.parametrize("kv, protect", [("kvq3/kvq2", 0), ("kvq3/kvq2", 2), ("kvnf4", 1), ("f16/kvq2", 3), ("q4_0", 15)])
-def test_accounting_equals_what_llama_cpp_allocates(score, kv, protect):
-    measured = score(kv, protect)
-    expected = policy.cache_cost(N_CTX, ROW, ROW, LAYERS, *policy.parse_kv(kv), protect)
+@pytest.fixture(scope="module")
+def engine(smollm2):
+    with Engine(smollm2, threads=1) as engine:
+        yield engine
+
+
+def expected_cost(kv: str, protect: int) -> policy.CacheCost:
+    return policy.cache_cost(N_CTX, ROW, ROW, LAYERS, *policy.parse_kv(kv), protect)
+
+
+@pytest.mark.parametrize("kv, protect", [("kvq3/kvq2", 0), ("kvq3/kvq2", 2)])
+def test_accounting_equals_what_a_tool_allocates(score, kv, protect):
+    measured, expected = score(kv, protect), expected_cost(kv, protect)
     assert measured.cache_mib == pytest.approx(expected.total / 2**20, abs=0.006)
     assert measured.bits_per_value == pytest.approx(expected.bits_per_value, abs=0.002)
+
+
+@pytest.mark.parametrize("kv, protect", [("kvq3/kvq2", 2), ("kvnf4", 1), ("f16/kvq2", 3), ("q4_0", 15)])
+def test_accounting_equals_what_the_library_allocates(engine, kv, protect):
+    expected = expected_cost(kv, protect)
+    with engine.open(Cache(kv, protect), N_CTX) as session:
+        assert session.allocated.n_bytes == pytest.approx(expected.total, abs=0.006 * 2**20)
+        assert session.allocated.bits_per_value == pytest.approx(expected.bits_per_value, abs=0.002)
 
 
 @pytest.mark.parametrize("kv, protect", [("kvq3/kvq2", 2), ("kvnf4/f16", 0), ("q8_0/kvq4", 1)])
