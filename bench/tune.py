@@ -118,7 +118,7 @@ class Profiles:
         layout = layout_for(name)
         if (layer, layout.name + how) not in self._maps:
             statistics = self.base.statistics[layer]
-            self._maps[layer, layout.name + how] = stored_maps(key_maps(statistics, layout, "pairs" if how == SCALED else "full"), statistics)
+            self._maps[layer, layout.name + how] = stored_maps(key_maps(statistics, layout, "channels" if how == SCALED else "full"), statistics)
         return self._maps[layer, layout.name + how]
 
     def check_rotated(self, candidates: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from kvfmt.moments import LayerStatistics
 from kvfmt.policy import FLAT_LAYOUT
 from kvfmt.transform import hadamard
 
-MAPS = ("none", "pairs", "full")
+MAPS = ("none", "pairs", "channels", "full")
 #: Least variance of a channel, relative to the mean of its head: one that never varied must not be scaled without bound.
 FLOOR = 1e-7
 #: How many times its size a head needs in tokens before half of what lies off the diagonal is believed.
@@ -171,10 +171,10 @@ def shrunk(moment: np.ndarray, count: int) -> np.ndarray:
 
 
 def pair_map(keys: np.ndarray, queries: np.ndarray, rotated: int, adjacent: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(A, A^-T), diagonal: both members of a RoPE pair are scaled alike, so that it commutes with the rotation.
+    """(A, A^-T), diagonal: both members of a RoPE pair are scaled alike, so that it commutes with the rotation; with no value
+    ``rotated`` each counts for itself.
 
-    The factor is the fourth root of the queries' power over the keys' in the pair; values that RoPE leaves alone count each
-    for itself.
+    The factor is the fourth root of the queries' power over the keys' in the pair.
     """
     pairs = pair_of(len(keys), rotated, adjacent)
     k_power, q_power = (np.bincount(pairs, weights=np.diag(m)) / np.bincount(pairs) for m in (keys, queries))
@@ -208,8 +208,9 @@ def head_map(keys: np.ndarray, queries: np.ndarray, kind: str, rotated: int, adj
     """(A, A^-T, spectrum) of one head before the layout, for safe second moments, float64 [d, d]. ``kind`` is one of MAPS."""
     if kind == "full":
         return full_map(keys, queries)
-    if kind == "pairs":
-        a, inverse = pair_map(keys, queries, rotated, adjacent)
+    if kind in ("pairs", "channels"):
+        # Keys are stored, and queries ask, after RoPE: nothing has to commute with it.
+        a, inverse = pair_map(keys, queries, rotated if kind == "pairs" else 0, adjacent)
     elif kind == "none":
         a = inverse = np.eye(len(keys))
     else:

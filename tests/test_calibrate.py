@@ -16,6 +16,7 @@ from kvfmt import calibrate as c
 from kvfmt.build.models import fetch_model
 from kvfmt.cli import app
 from kvfmt.errors import KvfmtError
+from kvfmt.geometry import MAPS
 from kvfmt.moments import Moments
 from kvfmt.profile import Profile
 from kvfmt.runtime import UBATCH, LoadedModel
@@ -303,7 +304,7 @@ def find_subject(path) -> ModelFile:
     return ModelFile("m", path, "0" * 64)
 
 
-@pytest.mark.parametrize("kind", ["none", "pairs", "full"])
+@pytest.mark.parametrize("kind", MAPS)
 def test_profiles_of_odd_models(tmp_path, kind):
     path = random_gguf.hybrid(tmp_path / "hybrid.gguf")
     made = c.calibrate(find_subject(path), [TEXT], [64], 128, kind=kind, threads=1)
@@ -320,16 +321,16 @@ def test_vectors_save_the_keys_of_a_model_with_large_offsets(tmp_path):
     from kvfmt.subjects import find_text
 
     subject = find_model("qwen")
-    made = c.calibrate(subject, [find_text("cpp")], (256,), 256, kind="pairs", threads=2).profile
+    made = c.calibrate(subject, [find_text("cpp")], (128,), 128, kind="channels", threads=2).profile
     assert {*made.layout_k} == {"scaled"} and made.sidecar_bytes == 2 * 24 * 2 * 64 * 4
     made.write(tmp_path / "p.gguf")
     logits = []
     for kv, profile in (("f16/f16", None), ("q4_0/f16", None), ("q4_0/f16", tmp_path / "p.gguf")):
         with lib.Context(subject.path, kv, profile=profile, threads=2) as context:
-            tokens = context.tokenize(find_text("docs").content[:2000])[:128]
+            tokens = context.tokenize(find_text("docs").content[:1500])[:96]
             logits.append(context.decode(tokens))
     plain, scaled = (lib.kld(logits[0], other) for other in logits[1:])
-    assert scaled < 0.3 * plain, (scaled, plain)
+    assert scaled < 0.3 * plain
 
 
 def test_default_lengths_end_where_the_model_does(tmp_path):
