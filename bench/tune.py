@@ -19,20 +19,22 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from bench.caches import Cache
 from bench.engine import Engine
 from bench.quality import F16, TOGETHER, Plan, chunks_of, score_chunk
-from bench.tune_costs import PLAIN, costs, floor_of, type_of
+from bench.tune_costs import PLAIN, SCALED, costs, floor_of, treatment, type_of
 from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import key_maps, layout_for
 from kvfmt.policy import cache_type
 from kvfmt.profile import LayerMaps, Profile, formats_of
 from kvfmt.subjects import ModelFile, Text
+from kvfmt.transform import rotation_size
 
 SIDES = ("k", "v")
 #: How many layers and sides show the noise floor, at least.
 FLOOR_PLACES = 8
-#: What a side may get, f16 besides; types that no format of ours beats at their size are left out.
+#: What a side may get, f16 besides; types that no format of ours beats at their size are left out. Mean and scale take next to
+#: nothing, so that no keys are without both.
 CANDIDATES = {
-    "k": ("kve8_2", "kvt3", "kvt4", "kve8_3" + PLAIN, "kvq4" + PLAIN, "q8_0" + PLAIN),
+    "k": ("kve8_2", "kve8_2" + SCALED, "kvt3", "kvt4", "kve8_3" + SCALED, "kvq4" + SCALED, "q8_0" + SCALED),
     "v": ("kve8_2", "kve8_3", "kvq4", "q8_0"),
 }
 
@@ -42,8 +44,13 @@ def check_candidates(candidates: Mapping[str, Sequence[str]]) -> None:
     for side in SIDES:
         for kind in candidates[side]:
             chosen = cache_type(type_of(kind))
-            if kind.endswith(PLAIN) and (side == "v" or chosen.needs_profile):
-                reason = "values have no maps" if side == "v" else f"{chosen.name} needs maps"
+            how = treatment(kind)
+            if not how:
+                continue
+            reason = "values have no maps" if side == "v" else f"{chosen.name} needs maps" if chosen.needs_profile else ""
+            if not reason and how == SCALED and not chosen.is_quantized:
+                reason = f"{chosen.name} keys are stored as they are"
+            if reason:
                 raise KvfmtError(f"candidate '{kind}' for {side.upper()}: {reason}", f"Write '{chosen.name}'.")
 
 
@@ -89,7 +96,7 @@ class Budget:
 
 
 class Profiles:
-    """Profiles of one model that differ in types: the maps of each layer and type are made once, from the statistics of ``base``."""
+    """Profiles of one model that differ in types: the maps of each layer and kind are made once, from the statistics of ``base``."""
 
     def __init__(self, base: Profile) -> None:
         """Raises KvfmtError if ``base`` has no statistics."""
@@ -105,13 +112,25 @@ class Profiles:
 
     def maps(self, layer: int, kind: str) -> LayerMaps:
         """What keys of that candidate have in that layer; nothing for a type that is not quantized."""
-        if kind.endswith(PLAIN) or not cache_type(kind).is_quantized:
+        name, how = type_of(kind), treatment(kind)
+        if how == PLAIN or not cache_type(name).is_quantized:
             return LayerMaps()
-        layout = layout_for(kind)
-        if (layer, layout.name) not in self._maps:
+        layout = layout_for(name)
+        if (layer, layout.name + how) not in self._maps:
             statistics = self.base.statistics[layer]
-            self._maps[layer, layout.name] = stored_maps(key_maps(statistics, layout), statistics)
-        return self._maps[layer, layout.name]
+            self._maps[layer, layout.name + how] = stored_maps(key_maps(statistics, layout, "channels" if how == SCALED else "full"), statistics)
+        return self._maps[layer, layout.name + how]
+
+    def check_rotated(self, candidates: Sequence[str]) -> None:
+        """Raises KvfmtError if keys of a layer are to be scaled and llama.cpp does not rotate heads of their size."""
+        for kind in candidates:
+            for layer in self.owners if treatment(kind) == SCALED else ():
+                size = self.base.statistics[layer].k_size
+                if rotation_size(size, keys=True) == 1:
+                    raise KvfmtError(
+                        f"candidate '{kind}' for K: layer {layer} has heads of {size}, which llama.cpp does not rotate",
+                        f"Scaled keys need the rotation: write '{type_of(kind)}', whose maps have one of their own, or '{type_of(kind)}{PLAIN}'.",
+                    )
 
     def probe(self, k: Sequence[str], v: Sequence[str], path: Path) -> Cache:
         """A cache of these types through a profile that is written to ``path``, without statistics: nobody makes maps from it."""
@@ -128,7 +147,7 @@ class Profiles:
         """The profile that gives each layer these candidates, "" where a layer owns no KV."""
         maps = {layer: found for layer in self.owners if (found := self.maps(layer, k[layer])).arrays()}
         types_k = tuple(map(type_of, k))
-        layout_k = tuple(layout_for(k[layer]).name if layer in maps else "" for layer in range(self.base.layers))
+        layout_k = tuple(maps[layer].layout_k(layout_for(type_of(k[layer])).name) if layer in maps else "" for layer in range(self.base.layers))
         return replace(
             self.base, name=name, layout_k=layout_k, layout_v=("",) * self.base.layers, maps=maps, types_k=types_k, types_v=tuple(v),
             formats=formats_of((*layout_k, *types_k, *v)), provenance={**self.base.provenance, **provenance},
@@ -296,6 +315,7 @@ def tune(
     check_candidates(candidates)
     base.check_model(subject.path)
     profiles = Profiles(base)
+    profiles.check_rotated(candidates["k"])
     layers = base.layers
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)

@@ -17,16 +17,22 @@ from bench.lab.codecs import Blocks, Codec, Stock
 from kvfmt import registry
 from kvfmt.policy import cache_type
 
-#: Said after a key type: this layer's keys without maps, which cost more than they bring where a cache is short or heads are large.
-PLAIN = ":plain"
+#: Said after a key type, in place of its maps, which cost more than they bring where a cache is short or heads are large: only a mean
+#: and a scale for each channel, or nothing.
+SCALED, PLAIN = ":scaled", ":plain"
 
 #: Layer, side, candidate.
 Place = tuple[int, str, str]
 
 
 def type_of(kind: str) -> str:
-    """The cache type of a candidate, with or without maps."""
-    return kind.removesuffix(PLAIN)
+    """The cache type of a candidate, whatever is done to its keys."""
+    return kind[: len(kind) - len(treatment(kind))]
+
+
+def treatment(kind: str) -> str:
+    """SCALED, PLAIN, or "" for maps."""
+    return next((how for how in (SCALED, PLAIN) if kind.endswith(how)), "")
 
 
 @lru_cache(maxsize=None)
@@ -51,8 +57,8 @@ def costs(measured: Mapping[Place, float], floor: np.poly1d) -> dict[Place, floa
         layer, side, kind = place
         chosen = cache_type(type_of(kind))
         if chosen.is_quantized:
-            # Noise compares types only where the same is done to the values before: maps, and channels by importance.
-            families.setdefault((layer, side, kind.endswith(PLAIN), chosen.needs_profile), []).append(place)
+            # Noise compares types only where the same is done to the values before: maps, vectors, and channels by importance.
+            families.setdefault((layer, side, treatment(kind), chosen.needs_profile), []).append(place)
         else:
             found[place] = max(0.0, measured[place] - max(0.0, floor(layer)))
     for (layer, *_), places in families.items():

@@ -10,8 +10,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from converters.domain import PLAIN, Domain, Mapped, Rotated, Unknown
 from converters.kv_description import DIGITS, Description, describe, parse
 from converters.model_layers import Layer, Model
@@ -20,6 +18,7 @@ from converters.state_layout import MAGIC, CacheLayout, SideLayout, StateLayout,
 from kvfmt import registry
 from kvfmt.policy import CacheType, cache_type, layer_types, layout_fault
 from kvfmt.profile import Profile
+from kvfmt.side_maps import SideMaps
 from kvfmt.transform import rotation_size
 
 
@@ -286,25 +285,19 @@ def _check_profile(cache: _CacheFacts, types: list[tuple[CacheType, CacheType]],
 
 
 def _mapped(cache: _CacheFacts, types: Sequence[tuple[CacheType, CacheType]], profile: Profile | None) -> list[tuple[Mapped | None, Mapped | None]]:
-    """The maps of each layer and side; None where none acts."""
+    """What a profile does to each layer and side; None where it does nothing."""
     found = []
     for number, pair, values in zip(cache.numbers, types, cache.values):
-        maps = profile.maps.get(number) if profile else None
         sides = []
         for side, kind in enumerate(pair):
-            forth, back = (None, None) if maps is None else (maps.v_map, maps.o_map) if side else (maps.k_map, maps.q_map)
-            if forth is None or not kind.is_quantized:
+            maps = SideMaps.of(profile.maps.get(number), not side) if profile else None
+            if maps is None or not kind.is_quantized:
                 sides.append(None)
                 continue
-            if forth.shape[0] * forth.shape[1] != values[side]:
-                raise StateError(
-                    f"layer {number} stores {values[side]} values a token, the profile has {forth.shape[0]} heads of {forth.shape[1]}", "Give the profile of the state's model."
-                )
-            inverse = back if side else back.transpose(0, 2, 1)
-            mean = None if side else maps.k_mean
-            sides.append(
-                Mapped((profile.hash, number, side), forth.astype(np.float32), np.ascontiguousarray(inverse, np.float32), mean, forth.dtype == np.float16)
-            )
+            heads, size = maps.shape
+            if heads * size != values[side]:
+                raise StateError(f"layer {number} stores {values[side]} values a token, the profile has {heads} heads of {size}", "Give the profile of the state's model.")
+            sides.append(Mapped((profile.hash, number, side), maps))
         found.append(tuple(sides))
     return found
 
@@ -339,12 +332,16 @@ def _described(cache: _CacheFacts, side: int, rotation: Domain) -> Domain:
 
 
 def _domain(kind: CacheType, mapped: Mapped | None, rotation: Domain) -> Domain:
-    return PLAIN if not kind.is_quantized else mapped or rotation
+    if not kind.is_quantized:
+        return PLAIN
+    if mapped is None:
+        return rotation
+    return mapped if mapped.maps.mixes else replace(mapped, turned=rotation)
 
 
 def _reachable(cache: _CacheFacts, layer: int, side: int, before: Domain, after: Domain) -> Domain:
     """``after``. Raises StateError if the way there depends on the size of the heads, which is not known."""
-    if before != after and (isinstance(before, Unknown) or isinstance(after, Unknown)):
+    if before != after and (isinstance(before.rotation, Unknown) or isinstance(after.rotation, Unknown)):
         raise StateError(
             f"layer {cache.numbers[layer]} stores {cache.values[layer][side]} values of {'V' if side else 'K'} a token; how llama.cpp rotates them depends on how large a head is",
             "Give the model: --model model.gguf",
@@ -357,11 +354,12 @@ def _target_description(
 ) -> str | None:
     rotated = []
     for side in (0, 1):
-        domains = [pair[side] for pair in after]
+        domains = [pair[side].rotation for pair in after]
         rotated.append(any(isinstance(domain, Rotated) or isinstance(domain, Unknown) and domain.rotates for domain in domains))
     mapped = profile.hash if profile and any(m for pair in maps for m in pair) else ""
     layers = [(number, *pair) for number, pair in zip(cache.numbers, types)]
     text = describe(layers, *rotated, mapped)
-    if text is not None and (unknown := next((d for pair in after for d in pair if isinstance(d, Unknown) and not d.rotates), None)):
+    turned = (domain.rotation for pair in after for domain in pair)
+    if text is not None and (unknown := next((d for d in turned if isinstance(d, Unknown) and not d.rotates), None)):
         raise StateError(f"whether {unknown.side} is rotated depends on how large a head is, and the state must say it", "Give the model: --model model.gguf")
     return text

@@ -1,7 +1,7 @@
-"""In which coordinates a cache stores a row: as it is, rotated, or under the maps of a profile.
+"""In which coordinates a cache stores a row: as it is, rotated, or under a profile.
 
 An f16 cache has K and V as they are. A quantized one has them rotated by llama.cpp's Hadamard transform, or, where a profile
-maps the layer, mapped by it instead.
+has a matrix for the layer, mapped by it instead; a profile's vectors act first, and are rotated after.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvfmt.side_maps import SideMaps
 from kvfmt.transform import hadamard
 
 
@@ -24,6 +25,11 @@ class Domain:
     def restore(self, rows: np.ndarray) -> np.ndarray:
         """From what is stored to rows as they are, as attention sees them."""
         return rows
+
+    @property
+    def rotation(self) -> Domain:
+        """The part of it that is llama.cpp's rotation."""
+        return self
 
 
 PLAIN = Domain()
@@ -54,43 +60,31 @@ class Unknown(Domain):
 
 @dataclass(frozen=True, eq=False)
 class Mapped(Domain):
-    """Head by head z = A (x - mean), float32 maps [heads, d, d]; ``back`` x gives x - mean again. ``key`` is what makes two the same.
-
-    ``round_input``: llama.cpp rounds what it multiplies by a map in f16.
-    """
+    """Head by head under ``maps``, then ``turned``, where they mix nothing. ``key`` is what makes two the same."""
 
     key: tuple
-    forth: np.ndarray
-    back: np.ndarray
-    mean: np.ndarray | None
-    round_input: bool
+    maps: SideMaps
+    turned: Domain = PLAIN
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapped) and self.key == other.key
+        return isinstance(other, Mapped) and (self.key, self.turned) == (other.key, other.turned)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return hash((self.key, self.turned))
+
+    @property
+    def rotation(self) -> Domain:
+        return self.turned
 
     def store(self, rows: np.ndarray) -> np.ndarray:
-        heads = self._heads(rows)
-        if self.mean is not None:
-            heads = heads - self.mean
-        if self.round_input:
-            with np.errstate(over="ignore"):
-                heads = heads.astype(np.float16).astype(np.float32)
-        return self._by_head(heads, self.forth)
+        return self.turned.store(self._rows(self.maps.store(self._heads(rows), as_ggml=True)))
 
     def restore(self, rows: np.ndarray) -> np.ndarray:
-        found = self._by_head(self._heads(rows), self.back)
-        if self.mean is not None:
-            found += self.mean.reshape(-1)
-        return found
+        return self._rows(self.maps.restore(self._heads(self.turned.restore(rows))))
 
     def _heads(self, rows: np.ndarray) -> np.ndarray:
-        return rows.reshape(len(rows), *self.forth.shape[:2])
+        return rows.reshape(len(rows), *self.maps.shape).transpose(1, 0, 2)
 
     @staticmethod
-    def _by_head(heads: np.ndarray, maps: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = np.matmul(heads.transpose(1, 0, 2), maps.transpose(0, 2, 1))
-        return np.ascontiguousarray(found.transpose(1, 0, 2)).reshape(len(heads), -1)
+    def _rows(heads: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(heads.transpose(1, 0, 2)).reshape(heads.shape[1], -1)

@@ -9,9 +9,10 @@ Metadata says the rest, lists with one entry for each layer:
     kvfmt.cache.formats       "name=spec hash" of every kvfmt type in it
     kvfmt.cache.types_k, _v   names of the types; "" where a layer is missing
     kvfmt.cache.head_k, _v    values of a head before padding, u32
-    kvfmt.cache.domain_k, _v  "plain", "hadamard N" (of runs of N values) or "map" (of the profile): what was done before storing
+    kvfmt.cache.domain_k, _v  what was done before storing: "plain", "hadamard N" (of runs of N values), "map" (of the profile), or
+                              "scaled" (by the profile's mean and scale), alone or before ", hadamard N"
     kvfmt.cache.interleaved   whether keys came in transformers' order and are stored in llama.cpp's
-    kvfmt.cache.profile       the profile's hash, where a domain is "map"; the profile itself is attached as in a model
+    kvfmt.cache.profile       the profile's hash, where a domain is "map" or "scaled"; the profile itself is attached as in a model
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from kvfmt import registry
 from kvfmt.build.files import asked_file
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, GgufFile, parse_gguf, read_gguf
-from kvfmt.head_store import NO_MAPS, HeadStore
+from kvfmt.head_store import HeadStore
 from kvfmt.policy import cache_type, known_types
 from kvfmt.profile import ATTACHED, ATTACHED_BYTES, MAX_LAYERS, Profile, attached, formats_of
+from kvfmt.side_maps import SideMaps
 
 ARCHITECTURE = "kvfmt-cache"
 VERSION = 1
@@ -71,14 +73,14 @@ def write_cache(
     """Writes the file whole or not at all. ``rows``: K, then V of each layer that is there, uint8 [batch, heads, tokens, row bytes]; they
     are taken one by one, so that no more than one need be in memory.
 
-    Raises KvfmtError if rows are missing, too many or of another shape, if a mapped side has no profile, and if the folder cannot
+    Raises KvfmtError if rows are missing, too many or of another shape, if a side that is under a profile has none, and if the folder cannot
     be written to.
     """
     if not 1 <= len(layers) <= MAX_LAYERS or not any(layers):
         raise KvfmtError(f"a cache of {len(layers)} layers, {sum(map(bool, layers))} of them there", f"1 to {MAX_LAYERS} are possible, and one must be there.")
     there = [(i, layer) for i, layer in enumerate(layers) if layer is not None]
-    mapped = any(store.mapped for _, layer in there for _, store in layer.sides)
-    if mapped and profile is None:
+    profiled = any(store.profiled for _, layer in there for _, store in layer.sides)
+    if profiled and profile is None:
         raise KvfmtError("a mapped cache cannot be read without its profile", "Give the profile that it was written under.")
     with _writing(path) as writer:
         if name:
@@ -95,7 +97,7 @@ def write_cache(
             # gguf-py takes a list of small numbers for i32; the type is said instead.
             writer.add_key_value(f"kvfmt.cache.head_{side}", [s.size if s else 0 for s in stores], GGUFValueType.ARRAY, GGUFValueType.UINT32)
         writer.add_bool("kvfmt.cache.interleaved", any(layer.k.interleave for _, layer in there))
-        if mapped:
+        if profiled:
             writer.add_string("kvfmt.cache.profile", profile.hash)
             data = profile.without_statistics().content()
             writer.add_key_value(ATTACHED, np.frombuffer(data + bytes(-len(data) % 8), "<u8").tolist(), GGUFValueType.ARRAY, GGUFValueType.UINT64)
@@ -199,7 +201,7 @@ def _read(file: GgufFile, profile: Profile | None) -> PackedFile:
             lists[key, side] = found
     formats = get("formats", (ARRAY, STRING)) if "kvfmt.cache.formats" in file.types else []
     digests = dict(entry.partition("=")[::2] for entry in formats)
-    if "map" in (*lists["domain", "k"], *lists["domain", "v"]):
+    if any(map(_under_profile, (*lists["domain", "k"], *lists["domain", "v"]))):
         profile = _profile(file, get("profile", STRING), profile, count)
     layers: list[Optional[Layer]] = []
     for i in range(count):
@@ -218,8 +220,7 @@ def _read(file: GgufFile, profile: Profile | None) -> PackedFile:
                 raise CacheFileError(f"tensor {name} is {tensor.type_name} {shape}, {store.kind.name} with rows of {store.padded} was said", "It is damaged.")
             if tensor.offset + math.prod(shape[:-1]) * store.row_bytes > len(tensor.data):
                 raise CacheFileError(f"tensor {name} of {shape} values does not end within the file's {len(tensor.data)} bytes", "It was cut off, or is damaged.")
-            if store.mapped:
-                store.check_heads(shape[1])
+            store.check_heads(shape[1])
             stores.append(store)
             shapes.append(shape[:-1])
         if shapes[0] != shapes[1]:
@@ -243,6 +244,10 @@ def _profile(file: GgufFile, digest: str, given: Profile | None, layers: int) ->
     return found
 
 
+def _under_profile(domain: str) -> bool:
+    return domain == "map" or domain.startswith("scaled")
+
+
 def _store(layer: int, side: str, lists: dict, digests: dict, profile: Profile | None, interleaved: bool) -> HeadStore:
     name, domain, size = (lists[key, side][layer] for key in ("types", "domain", "head"))
     what = f"layer {layer}, {side.upper()}"
@@ -253,10 +258,9 @@ def _store(layer: int, side: str, lists: dict, digests: dict, profile: Profile |
         raise CacheFileError(f"{what} was written with another definition of {name} ({digests.get(name, 'none')[:16]}), this build has {own[:16]}", "Read it with the build that wrote it.")
     if not 1 <= size <= 1 << 16:
         raise CacheFileError(f"{what} has heads of {size} values", "It is damaged.")
-    maps = profile.maps.get(layer, NO_MAPS) if domain == "map" else NO_MAPS
     keys = side == "k"
-    arrays = (maps.k_map, maps.q_map, maps.k_mean) if keys else (maps.v_map, maps.o_map, None)
-    store = HeadStore(cache_type(name), int(size), keys, *arrays, interleave=bool(interleaved) and keys)
+    maps = SideMaps.of(profile.maps.get(layer), keys) if _under_profile(domain) else None
+    store = HeadStore(cache_type(name), int(size), keys, maps, bool(interleaved) and keys)
     if store.domain != domain:
         raise CacheFileError(f"{what} is said to be stored '{domain[:80]}', {name} with heads of {size} is stored '{store.domain}'", "It is damaged, or of another version.")
     return store

@@ -28,6 +28,7 @@ from kvfmt.profile import LayerMaps, Profile, fingerprint_of, formats_of, layers
 from kvfmt.reach import spans_to, turned_moments
 from kvfmt.runtime import UBATCH, LoadedModel
 from kvfmt.subjects import ModelFile, Text
+from kvfmt.transform import rotation_size
 from kvfmt.watch import Node, Watch
 
 #: Characters that a token has at most, nearly always: so much text is taken for a context.
@@ -387,8 +388,15 @@ def measure(
 
 
 def stored_maps(maps: KeyMaps, statistics: LayerStatistics) -> LayerMaps:
-    """Maps as a profile has them: f16, or f32 where their rounding would add to the error of a 4-bit type."""
+    """Maps as a profile has them: f16, or f32 where their rounding would add to the error of a 4-bit type.
+
+    A diagonal is stored as such where llama.cpp rotates heads of this size itself, and one that only says how large a head is not
+    at all: every block has a scale of its own.
+    """
     mean = None if maps.mean is None else maps.mean.astype(np.float32)
+    if maps.scale is not None and rotation_size(maps.scale.shape[1], keys=True) > 1:
+        even = (maps.scale == maps.scale[:, :1]).all()
+        return LayerMaps(k_mean=mean, k_scale=None if even else maps.scale.astype(np.float32))
     with np.errstate(over="ignore"):
         key, query = maps.key.astype(np.float16), maps.query.astype(np.float16)
     if not (np.isfinite(key).all() and np.isfinite(query).all()) or rounding(key, query, maps, statistics) > ROUNDING:
@@ -425,12 +433,13 @@ def make_profile(
     file = read_model(subject.path)
     layers = layers_of(file)
     maps = {layer: key_maps(found, layout, kind, centre) for layer, found in statistics.items()}
-    layout_k = tuple(layout.name if layer in maps else "" for layer in range(layers))
+    stored = {layer: made for layer, found in maps.items() if (made := stored_maps(found, statistics[layer])).arrays()}
+    layout_k = tuple(stored[layer].layout_k(layout.name) if layer in stored else "" for layer in range(layers))
     profile = Profile(
-        name=f"{subject.name}, keys {layout.name}, map {kind}{', centred' if centre else ''}",
+        name=f"{subject.name}, keys {' and '.join(sorted({*layout_k} - {''})) or 'as they are'}, map {kind}{', centred' if centre else ''}",
         architecture=file.architecture, layers=layers, fingerprint=fingerprint_of(file),
         layout_k=layout_k, layout_v=("",) * layers, formats=formats_of(layout_k),
-        maps={layer: stored_maps(found, statistics[layer]) for layer, found in maps.items()},
+        maps=stored,
         statistics=statistics, provenance={"map": kind, "centre": centre, **(provenance or {})},
     )
     return Calibration(profile, maps)

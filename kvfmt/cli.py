@@ -121,7 +121,7 @@ def calibrate(
     reach: Optional[int] = typer.Option(None, min=0, help="tokens of the longest context that the profile is for; default: 8,192, or the model's if less"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
     v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),
-    kind: str = typer.Option("full", "--map", help="none (Hadamard only), pairs (a factor for each RoPE pair) or full"),
+    kind: str = typer.Option("full", "--map", help="full: a matrix for each head; channels: a factor for each channel, next to no memory; pairs: one for each RoPE pair; none: only the mean"),
     centre: bool = typer.Option(True, help="subtract the mean key, where that changes nothing"),
     statistics: Optional[Path] = typer.Option(None, help="take those of this profile of the same model, and run nothing: to make maps for another type"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.kvprofile.gguf in this folder"),

@@ -22,9 +22,10 @@ from scipy.linalg import cholesky, svd
 
 from kvfmt.errors import KvfmtError, UnknownName
 from kvfmt.moments import LayerStatistics
+from kvfmt.policy import FLAT_LAYOUT
 from kvfmt.transform import hadamard
 
-MAPS = ("none", "pairs", "full")
+MAPS = ("none", "pairs", "channels", "full")
 #: Least variance of a channel, relative to the mean of its head: one that never varied must not be scaled without bound.
 FLOOR = 1e-7
 #: How many times its size a head needs in tokens before half of what lies off the diagonal is believed.
@@ -81,7 +82,7 @@ class Layout:
 
 
 #: For any type whose noise is the same in every slot: everything is spread over the whole head.
-FLAT = Layout("flat", lambda s: np.arange(len(s)), lambda s: np.ones(len(s)), lambda d: (d,))
+FLAT = Layout(FLAT_LAYOUT, lambda s: np.arange(len(s)), lambda s: np.ones(len(s)), lambda d: (d,))
 
 
 def by_importance(name: str, sizes: tuple[int, ...]) -> Layout:
@@ -126,7 +127,8 @@ def layout_for(kind: str) -> Layout:
 
 @dataclass(frozen=True)
 class KeyMaps:
-    """Maps of one layer, float64: ``mean`` [H, d] or None, ``key`` A and ``query`` A^-T [H, d, d].
+    """Maps of one layer, float64: ``mean`` [H, d] or None, ``key`` A and ``query`` A^-T [H, d, d]; ``scale`` [H, d], the diagonal that A
+    is before the layout, where it is one.
 
     ``error`` [H]: tr(A Sk A^T) tr(A^-T Sq A^-1) / d before the layout, with the statistics as they were made (Sk not
     centred where the map does not centre): what uniform noise of unit relative size would do to a logit, squared.
@@ -141,6 +143,7 @@ class KeyMaps:
     plain: np.ndarray
     first_error: np.ndarray
     first_plain: np.ndarray
+    scale: np.ndarray | None = None
 
 
 def logit_error(a: np.ndarray, inverse: np.ndarray, keys: np.ndarray, queries: np.ndarray) -> float:
@@ -168,10 +171,10 @@ def shrunk(moment: np.ndarray, count: int) -> np.ndarray:
 
 
 def pair_map(keys: np.ndarray, queries: np.ndarray, rotated: int, adjacent: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(A, A^-T), diagonal: both members of a RoPE pair are scaled alike, so that it commutes with the rotation.
+    """(A, A^-T), diagonal: both members of a RoPE pair are scaled alike, so that it commutes with the rotation; with no value
+    ``rotated`` each counts for itself.
 
-    The factor is the fourth root of the queries' power over the keys' in the pair; values that RoPE leaves alone count each
-    for itself.
+    The factor is the fourth root of the queries' power over the keys' in the pair.
     """
     pairs = pair_of(len(keys), rotated, adjacent)
     k_power, q_power = (np.bincount(pairs, weights=np.diag(m)) / np.bincount(pairs) for m in (keys, queries))
@@ -205,8 +208,9 @@ def head_map(keys: np.ndarray, queries: np.ndarray, kind: str, rotated: int, adj
     """(A, A^-T, spectrum) of one head before the layout, for safe second moments, float64 [d, d]. ``kind`` is one of MAPS."""
     if kind == "full":
         return full_map(keys, queries)
-    if kind == "pairs":
-        a, inverse = pair_map(keys, queries, rotated, adjacent)
+    if kind in ("pairs", "channels"):
+        # Keys are stored, and queries ask, after RoPE: nothing has to commute with it.
+        a, inverse = pair_map(keys, queries, rotated if kind == "pairs" else 0, adjacent)
     elif kind == "none":
         a = inverse = np.eye(len(keys))
     else:
@@ -226,7 +230,7 @@ def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "fu
     centre = centre and statistics.shift_free
     seen = (statistics.k_cov if centre else statistics.k_moment()).astype(np.float64)
     plain_seen = statistics.k_moment().astype(np.float64)
-    key, query, errors = [], [], []
+    key, query, errors, scales = [], [], [], []
     for head in range(statistics.heads):
         asked = statistics.q_moment[head].astype(np.float64)
         a, inverse, spectrum = head_map(
@@ -241,10 +245,12 @@ def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "fu
             logit_error(unit, unit, np.outer(first, first), asked),
         ))
         forward, backward = layout.matrices(spectrum)
+        diagonal = np.diag(a)
         a, inverse = forward @ a, backward @ inverse
         power = np.sum((a @ seen[head]) * a) / len(a)
         scale = power**-0.5 if power > 0 else 1.0
+        scales.append(diagonal * scale)
         key.append(a * scale)
         query.append(inverse / scale)
     mean = statistics.k_mean.astype(np.float64) if centre else None
-    return KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T)
+    return KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T, None if kind == "full" else np.stack(scales))

@@ -1,7 +1,7 @@
 """How heads of K or V are stored outside llama.cpp: type, padding, rotation or map; numpy in, packed bytes out, and back.
 
-The bytes are those that llama.cpp stores for the same values: unmapped quantized sides are rotated as it rotates them, mapped
-ones hold A (k - m) and B v of the profile. What differs is the reading: llama.cpp asks with turned queries, here the stored
+The bytes are those that llama.cpp stores for the same values: unmapped quantized sides are rotated as it rotates them, keys after
+a profile's mean and scale; mapped ones hold A (k - m) and B v of the profile. What differs is the reading: llama.cpp asks with turned queries, here the stored
 keys are turned back, which gives attention the same scores up to a constant that its softmax does not see, and lets any
 attention read them. A head that is not whole blocks is padded with zeros before the rotation, which llama.cpp refuses.
 """
@@ -18,10 +18,10 @@ from gguf import GGMLQuantizationType, quants
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_types import register
 from kvfmt.policy import CacheType, cache_type, layer_types, layout_fault, parse_kv
-from kvfmt.profile import LayerMaps, Profile
+from kvfmt.profile import Profile
+from kvfmt.side_maps import SideMaps
 from kvfmt.transform import hadamard, rotation_size
 
-NO_MAPS = LayerMaps()
 #: A model may give values that a type cannot hold, infinities and what is not a number too: no reason for numpy to warn at each step.
 _QUIET = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
 
@@ -36,8 +36,8 @@ def interleaved_order(size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class HeadStore:
-    """One side of one layer. ``size``: values of a head; ``mean`` float [H, size], ``forward`` A or B and ``backward``, what
-    undoes it, float [H, size, size], of a profile; ``interleave``: keys come in transformers' order and are stored in llama.cpp's.
+    """One side of one layer. ``size``: values of a head; ``maps``: what a profile does to it; ``interleave``: keys come in transformers'
+    order and are stored in llama.cpp's.
 
     Raises KvfmtError if the type cannot be written from Python, or a map would have to be padded.
     """
@@ -45,16 +45,14 @@ class HeadStore:
     kind: CacheType
     size: int
     keys: bool
-    forward: Optional[np.ndarray] = None
-    backward: Optional[np.ndarray] = None
-    mean: Optional[np.ndarray] = None
+    maps: Optional[SideMaps] = None
     interleave: bool = False
 
     def __post_init__(self) -> None:
         _check_written(self.kind)
-        if self.forward is not None and self.forward.shape[1:] != (self.size, self.size):
+        if self.maps is not None and self.maps.shape[1] != self.size:
             raise KvfmtError(
-                f"the profile's maps are for heads of {self.forward.shape[-1]} values, these have {self.size}",
+                f"the profile's maps are for heads of {self.maps.shape[1]} values, these have {self.size}",
                 "Give the profile of this model.",
             )
         if self.mapped and self.padded != self.size:
@@ -63,8 +61,14 @@ class HeadStore:
             raise KvfmtError(f"keys of {self.size} values have no halves to interleave", "Say interleave=False.")
 
     @property
+    def profiled(self) -> bool:
+        """Whether a profile acts on what is stored."""
+        return self.kind.is_quantized and self.maps is not None
+
+    @property
     def mapped(self) -> bool:
-        return self.kind.is_quantized and self.forward is not None
+        """Whether it does by a matrix, in place of the rotation."""
+        return self.profiled and self.maps.mixes
 
     @property
     def padded(self) -> int:
@@ -83,13 +87,16 @@ class HeadStore:
 
     @property
     def domain(self) -> str:
-        """"plain", "hadamard 64" or "map": what is done to a head before it is stored."""
-        return "map" if self.mapped else f"hadamard {self.rotation}" if self.rotation > 1 else "plain"
+        """"plain", "hadamard 64", "map", "scaled" or "scaled, hadamard 64": what is done to a head before it is stored."""
+        if self.mapped:
+            return "map"
+        parts = ["scaled"] * self.profiled + [f"hadamard {self.rotation}"] * (self.rotation > 1)
+        return ", ".join(parts) or "plain"
 
     def check_heads(self, heads: int) -> None:
         """Raises KvfmtError if the maps are for another number of heads."""
-        if self.mapped and len(self.forward) != heads:
-            raise KvfmtError(f"the profile has maps of {len(self.forward)} KV heads, these are {heads}", "Give the profile of this model.")
+        if self.profiled and self.maps.shape[0] != heads:
+            raise KvfmtError(f"the profile has maps of {self.maps.shape[0]} KV heads, these are {heads}", "Give the profile of this model.")
 
     @_QUIET
     def encode(self, x: np.ndarray) -> np.ndarray:
@@ -103,13 +110,10 @@ class HeadStore:
         x = np.ascontiguousarray(x, np.float32)
         if self.interleave:
             x = x[..., interleaved_order(self.size)]
-        if self.mapped:
+        if self.profiled:
             # In float64, so that no rounding depends on how many tokens come at once.
-            wide = x.astype(np.float64)
-            if self.mean is not None:
-                wide -= self.mean[:, None, :]
-            x = (wide @ self.forward.astype(np.float64).transpose(0, 2, 1)).astype(np.float32)
-        elif self.padded != self.size:
+            x = self.maps.store(x, np.float64)
+        if self.padded != self.size:
             x = np.concatenate([x, np.zeros((*x.shape[:-1], self.padded - self.size), np.float32)], axis=-1)
         if self.rotation > 1:
             x = hadamard(x, self.rotation)
@@ -132,9 +136,7 @@ class HeadStore:
     def back(self) -> Optional[np.ndarray]:
         """What takes ``unpack``'s rows back to heads: float32 [padded, size] or, under a map, [H, size, size]; None: nothing to do."""
         if self.mapped:
-            # k = A^-1 k': of a profile q_map is A^-T, applied to rows as it stands; v = o_map v'.
-            matrix = self.backward.astype(np.float32)
-            matrix = matrix if self.keys else matrix.transpose(0, 2, 1)
+            matrix = self.maps.undo.transpose(0, 2, 1)
         elif self.rotation > 1:
             matrix = hadamard(np.eye(self.padded), self.rotation)[:, : self.size]
         elif self.padded != self.size:
@@ -150,25 +152,35 @@ class HeadStore:
         return np.ascontiguousarray(matrix, np.float32)
 
     @cached_property
+    def divisor(self) -> Optional[np.ndarray]:
+        """What ``back``'s heads are divided by, float32 [H, 1, size]; None: by nothing."""
+        return self._by_channel(self.maps.scale) if self.profiled else None
+
+    @cached_property
     def offset(self) -> Optional[np.ndarray]:
-        """The mean that is added to what ``back`` gives, float32 [H, 1, size]; None without one."""
-        if not self.mapped or self.mean is None:
+        """The mean that is added then, float32 [H, 1, size]; None without one."""
+        return self._by_channel(self.maps.mean) if self.profiled else None
+
+    def _by_channel(self, vector: Optional[np.ndarray]) -> Optional[np.ndarray]:
+        """[H, size] in llama.cpp's order -> float32 [H, 1, size] in the order that heads come in."""
+        if vector is None:
             return None
-        offset = self.mean.astype(np.float32)
+        vector = vector.astype(np.float32)
         if self.interleave:
-            turned = np.empty_like(offset)
-            turned[:, interleaved_order(self.size)] = offset
-            offset = turned
-        return offset[:, None, :]
+            turned = np.empty_like(vector)
+            turned[:, interleaved_order(self.size)] = vector
+            vector = turned
+        return vector[:, None, :]
 
     @_QUIET
     def decode(self, data: np.ndarray) -> np.ndarray:
         """Bytes, uint8 [..., H, T, row_bytes] -> heads, float32 [..., H, T, size]. Raises KvfmtError for other rows or heads."""
-        if self.mapped:
-            self.check_heads(data.shape[-3])
+        self.check_heads(data.shape[-3])
         x = self.unpack(data)
         if self.back is not None:
             x = x @ self.back
+        if self.divisor is not None:
+            x = x / self.divisor
         return x if self.offset is None else x + self.offset
 
 
@@ -205,14 +217,14 @@ def layer_stores(
     types = layer_types(len(sizes), k, v, protect, chosen, profile is not None)
     stores = []
     for layer, (size, (k_type, v_type)) in enumerate(zip(sizes, types)):
-        maps = profile.maps.get(layer, NO_MAPS) if profile is not None else NO_MAPS
+        maps = None if profile is None else profile.maps.get(layer)
         for kind, layouts in ((k_type, "layout_k"), (v_type, "layout_v")):
             _check_written(kind)
             fault = layout_fault(kind, None if profile is None else getattr(profile, layouts)[layer])
             if fault:
                 raise KvfmtError(f"layer {layer}: {fault}", "Give a profile that was calibrated for it, or choose another type.")
         stores.append(size and (
-            HeadStore(k_type, size[0], True, maps.k_map, maps.q_map, maps.k_mean, interleave),
-            HeadStore(v_type, size[1], False, maps.v_map, maps.o_map),
+            HeadStore(k_type, size[0], True, SideMaps.of(maps, True), interleave),
+            HeadStore(v_type, size[1], False, SideMaps.of(maps, False)),
         ))
     return stores

@@ -83,17 +83,22 @@ def auto_protect(n_owners: int, k: CacheType, v: CacheType, profile: bool = Fals
     return min(DEFAULT_PROTECT, n_owners // 8)
 
 
+#: A profile's layouts that suit any type whose noise is the same in every channel: a matrix that ends in a rotation, and vectors
+#: before llama.cpp's own.
+FLAT_LAYOUT, SCALED_LAYOUT = "flat", "scaled"
+
+
 def layout_fault(chosen: CacheType, layout: str | None) -> str | None:
     """Why a layer whose profile has this layout cannot store the type; None if it can.
 
-    ``layout`` is "" for a layer without a map, "flat" for a map that any type can use, else the only type that its order
+    ``layout`` is "" for a layer without a map, "flat" or "scaled" for what any type can use, else the only type that its order
     of channels suits; None without a profile.
     """
     if not chosen.is_quantized:
         return None
     if layout is None:
         return f"cache type {chosen.name} needs a calibration profile" if chosen.needs_profile else None
-    if layout != chosen.name and (chosen.needs_profile or layout not in ("", "flat")):
+    if layout != chosen.name and (chosen.needs_profile or layout not in ("", FLAT_LAYOUT, SCALED_LAYOUT)):
         return f"cache type {chosen.name} does not suit the profile's layout '{layout}'"
     return None
 

@@ -7,8 +7,14 @@ llama.cpp computes no geometry: it applies the matrices that it finds here. On a
     v' = B v             stored value     blk.{il}.kv_v_map
     o  = B^-1 o'         attention output blk.{il}.kv_o_map
 
-In ggml's order maps are [d, d, KV heads] and means [d, KV heads]; here they are numpy's [H, d, d], row j of A at [h, j], and [H, d].
-Maps contain whatever Hadamard they want. ``blk.{il}.kv_stat.*`` are the statistics that they were made from; llama.cpp ignores them.
+A layer whose layout of K is "scaled" has vectors and no matrices; R is llama.cpp's own rotation, which it leaves out under a map::
+
+    k' = R ((k - mean) * scale)           blk.{il}.kv_k_mean, kv_k_scale, or one of them
+    q' = R (q / scale)
+
+In ggml's order maps are [d, d, KV heads], means and scales [d, KV heads]; here they are numpy's [H, d, d], row j of A at [h, j],
+and [H, d]. Maps contain whatever Hadamard they want. ``blk.{il}.kv_stat.*`` are the statistics that they were made from; llama.cpp
+ignores them.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from kvfmt.build.files import asked_file
 from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, U64, GgufFile, parse_gguf, read_gguf
 from kvfmt.moments import LayerStatistics
-from kvfmt.policy import cache_type, known_types
+from kvfmt.policy import FLAT_LAYOUT, SCALED_LAYOUT, cache_type, known_types
 
 ARCHITECTURE = "kvfmt-profile"
 VERSION = 1
@@ -44,8 +50,10 @@ ATTACHED, ATTACHED_BYTES = "kvfmt.attached.profile", "kvfmt.attached.profile_byt
 #: How far the product of a map and its inverse may be from the unit matrix, relative to the sizes of the terms that are summed:
 #: two roundings to f16 leave up to 2^-10.
 INVERSE = 0.005
+#: The least scale of a channel: queries are divided by it, and a device may flush smaller numbers to zero.
+LEAST_SCALE = float(np.finfo(np.float32).tiny)
 
-_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.kv_(k_mean|k_map|q_map|v_map|o_map|stat\.[a-z_]+)")
+_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.kv_(k_mean|k_scale|k_map|q_map|v_map|o_map|stat\.[a-z_]+)")
 _HEX16, _HEX64 = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
 #: Where the statistics' numbers lie beside their arrays: lists with one entry a layer.
 _COUNTS = {"tokens": int, "queries": int, "shift_free": bool, "rotated": int, "adjacent": bool}
@@ -57,15 +65,19 @@ class ProfileError(KvfmtError):
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """What is applied in one layer; None where nothing is. Maps float16 or float32 [KV heads, d, d], mean float32 [KV heads, d]."""
+    """What is applied in one layer; None where nothing is. Maps float16 or float32 [KV heads, d, d], mean and scale float32
+    [KV heads, d]."""
 
     k_mean: Optional[np.ndarray] = None
     k_map: Optional[np.ndarray] = None
     q_map: Optional[np.ndarray] = None
     v_map: Optional[np.ndarray] = None
     o_map: Optional[np.ndarray] = None
+    k_scale: Optional[np.ndarray] = None
 
-    NAMES = ("k_mean", "k_map", "q_map", "v_map", "o_map")
+    NAMES = ("k_mean", "k_scale", "k_map", "q_map", "v_map", "o_map")
+    #: Those that are [KV heads, d].
+    VECTORS = ("k_mean", "k_scale")
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Those that are there, by name."""
@@ -75,12 +87,18 @@ class LayerMaps:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays().values())
 
+    def layout_k(self, mapped: str) -> str:
+        """What a profile calls the keys of this layer, whose matrix, if it has one, is of the layout ``mapped``."""
+        if self.k_map is not None:
+            return mapped
+        return SCALED_LAYOUT if any(getattr(self, name) is not None for name in self.VECTORS) else ""
+
 
 @dataclass(frozen=True)
 class Profile:
     """A whole profile, checked. Sequences have one entry for each of the model's layers.
 
-    ``layout_k``, ``layout_v``: "" (no map), "flat", or the quantized type that the channels were ordered for. ``types_k``, ``types_v``: cache
+    ``layout_k``, ``layout_v``: "" (nothing applied), "flat", "scaled" (K alone), or the quantized type that the channels were ordered for. ``types_k``, ``types_v``: cache
     types, "" where a layer owns no KV; None: not decided here. ``maps``, ``statistics``: by layer. ``formats``: spec hash of every
     kvfmt format that a layout or type names. ``provenance``: what else is known of its making, by key after "kvfmt.profile.".
     """
@@ -119,7 +137,7 @@ class Profile:
 
     @property
     def sidecar_bytes(self) -> int:
-        """What llama.cpp holds in memory beside the cache: means and maps."""
+        """What llama.cpp holds in memory beside the cache: means, scales and maps."""
         return sum(maps.nbytes for maps in self.maps.values())
 
     def without_statistics(self) -> Profile:
@@ -334,7 +352,8 @@ def _check(profile: Profile) -> None:
         if len(found) != n:
             raise ProfileError(f"{key} has {len(found)} entries for {n} layers", "It has one for each layer.")
         quantized = [name for name in known_types() if cache_type(name).is_quantized]
-        known = ("", *known_types()) if key.startswith("types") else ("", "flat", *quantized)
+        layouts = ("", FLAT_LAYOUT, *((SCALED_LAYOUT,) if key == "layout_k" else ()), *quantized)
+        known = ("", *known_types()) if key.startswith("types") else layouts
         for layer, name in enumerate(found):
             if name not in known:
                 raise ProfileError(f"{key} of layer {layer} is '{name}', which this build does not know", "Known: " + ", ".join(known[1:]))
@@ -362,20 +381,25 @@ def _check(profile: Profile) -> None:
 
 def _check_maps(layer: int, maps: LayerMaps, layout_k: str, layout_v: str) -> None:
     there = maps.arrays()
-    for what, layout, needed, allowed in (
-        ("K", layout_k, {"k_map", "q_map"}, {"k_map", "q_map", "k_mean"}),
+    for what, layout, needed, of_side in (
+        ("K", layout_k, {"k_map", "q_map"}, {"k_map", "q_map", "k_mean", "k_scale"}),
         ("V", layout_v, {"v_map", "o_map"}, {"v_map", "o_map"}),
     ):
-        found = set(there) & allowed
-        if layout and not needed <= found or not layout and found:
+        found = set(there) & of_side
+        if layout == SCALED_LAYOUT:
+            fits = bool(found) and found <= set(LayerMaps.VECTORS)
+        else:
+            fits = needed <= found and "k_scale" not in found if layout else not found
+        if not fits:
             raise ProfileError(
                 f"layer {layer} has layout '{layout}' for {what}, and the tensors {sorted(found)}",
-                f"With a layout it has {sorted(needed)}, without one none.",
+                f"With 'scaled' it has one or both of {sorted(LayerMaps.VECTORS)}, with another layout {sorted(needed)}, without one none.",
             )
     heads = {len(array) for array in there.values()}
     for name, array in there.items():
-        types = ("float32",) if name == "k_mean" else ("float32", "float16")
-        dims = 2 if name == "k_mean" else 3
+        is_vector = name in LayerMaps.VECTORS
+        types = ("float32",) if is_vector else ("float32", "float16")
+        dims = 2 if is_vector else 3
         if array.dtype.name not in types or array.ndim != dims or array.shape[-1] != array.shape[1] or len(heads) != 1 or array.size == 0:
             raise ProfileError(
                 f"layer {layer}: {name} is {array.dtype.name} {array.shape}",
@@ -383,8 +407,12 @@ def _check_maps(layer: int, maps: LayerMaps, layout_k: str, layout_v: str) -> No
             )
         if not np.isfinite(array).all():
             raise ProfileError(f"layer {layer}: {name} has values that are not finite", "It is damaged.")
-    if "k_mean" in there and there["k_mean"].shape != there["k_map"].shape[:2]:
-        raise ProfileError(f"layer {layer}: k_mean is {there['k_mean'].shape}, k_map {there['k_map'].shape}", "Both are of the same heads.")
+    of_keys = [(name, there[name]) for name in ("k_mean", "k_scale", "k_map") if name in there]
+    for (one, a), (other, b) in zip(of_keys, of_keys[1:]):
+        if a.shape != b.shape[:2]:
+            raise ProfileError(f"layer {layer}: {one} is {a.shape}, {other} {b.shape}", "Both are of the same heads.")
+    if "k_scale" in there and not (there["k_scale"] >= LEAST_SCALE).all():
+        raise ProfileError(f"layer {layer}: k_scale has a value of {there['k_scale'].min():.3g}", f"A scale is positive, at least {LEAST_SCALE:.3g}: it is damaged.")
     for forward, backward, transposed in (("k_map", "q_map", True), ("v_map", "o_map", False)):
         if forward not in there:
             continue

@@ -7,19 +7,25 @@ from rich import box
 from rich.table import Table
 
 from kvfmt.geometry import logit_error
+from kvfmt.policy import FLAT_LAYOUT, SCALED_LAYOUT
 from kvfmt.profile import Profile
+from kvfmt.side_maps import SideMaps
 
 
 def gains(profile: Profile, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """dB by which the stored maps lower a logit's squared error against a plain Hadamard, for noise that is the same in every slot:
-    float64 [KV heads], of all keys and of the first token's. None without a map of that kind or without statistics."""
+    """dB by which a profile lowers a logit's squared error against a plain Hadamard, for noise that is the same in every slot:
+    float64 [KV heads], of all keys and of the first token's. None for other layouts or without statistics."""
     maps, found = profile.maps.get(layer), profile.statistics.get(layer)
-    if found is None or maps is None or maps.k_map is None or profile.layout_k[layer] != "flat":
+    if found is None or maps is None or profile.layout_k[layer] not in (FLAT_LAYOUT, SCALED_LAYOUT):
         return None
     unit = np.eye(found.k_size)
     keys, first = [], []
     for head in range(found.heads):
-        a, inverse = maps.k_map[head].astype(np.float64), maps.q_map[head].astype(np.float64)
+        if maps.k_map is not None:
+            a, inverse = maps.k_map[head].astype(np.float64), maps.q_map[head].astype(np.float64)
+        else:
+            scale = np.ones(found.k_size) if maps.k_scale is None else maps.k_scale[head].astype(np.float64)
+            a, inverse = np.diag(scale), np.diag(1 / scale)
         asked, moment, start = (x[head].astype(np.float64) for x in (found.q_moment, found.k_moment(), found.k_first))
         mean = np.zeros(found.k_size) if maps.k_mean is None else maps.k_mean[head].astype(np.float64)
         shifted = moment if maps.k_mean is None else found.k_cov[head].astype(np.float64)
@@ -62,12 +68,12 @@ def layer_table(profile: Profile) -> Table:
         types = f"{profile.types_k[layer]}/{profile.types_v[layer]}" if profile.types_k and profile.types_k[layer] else "-"
         if maps is None and types == "-":
             continue
-        shape = "x".join(map(str, maps.k_map.shape[:2])) if maps and maps.k_map is not None else "-"
+        keys = SideMaps.of(maps, True)
         found = gains(profile, layer)
         numbers = ("-",) * 3 if found is None else (f"{found[0].mean():.1f}", f"{found[0].min():.1f}", f"{found[1].min():.1f}")
         table.add_row(
-            str(layer), shape, profile.layout_k[layer] or "-", profile.layout_v[layer] or "-", types,
-            "yes" if maps and maps.k_mean is not None else "no", maps.k_map.dtype.name if maps and maps.k_map is not None else "-", *numbers,
+            str(layer), "x".join(map(str, keys.shape)) if keys else "-", profile.layout_k[layer] or "-", profile.layout_v[layer] or "-", types,
+            "yes" if maps and maps.k_mean is not None else "no", keys.forward.dtype.name if keys and keys.mixes else "-", *numbers,
         )
     table.caption = (
         "gain: how far the maps lower the expected squared error of a logit below a plain Hadamard's, mean and least of the\n"

@@ -100,10 +100,12 @@ class PackedSide:
         """All tokens, decoded, [batch, heads, length, size], in the type and on the device of ``like``."""
         x = torch.from_numpy(self.store.unpack(self.rows.numpy()))
         if self._back is None:
-            self._back = tuple(None if m is None else torch.from_numpy(m) for m in (self.store.back, self.store.offset))
-        back, offset = self._back
+            self._back = tuple(None if m is None else torch.from_numpy(m) for m in (self.store.back, self.store.divisor, self.store.offset))
+        back, divisor, offset = self._back
         if back is not None:
             x = x @ back
+        if divisor is not None:
+            x /= divisor
         if offset is not None:
             x += offset
         return x.to(like.device, like.dtype)
@@ -250,7 +252,8 @@ class PackedCache(Cache):
                 allocated += side.packed.untyped_storage().nbytes()
                 used += batch * heads * side.length * row
                 values += batch * heads * side.length * side.store.size
-                maps += sum(m.nbytes for m in (side.store.back, side.store.offset) if m is not None and side.store.mapped)
+                if side.store.profiled:
+                    maps += sum(m.nbytes for m in (side.store.back, side.store.divisor, side.store.offset) if m is not None)
         return Memory(allocated, used, maps, values)
 
 

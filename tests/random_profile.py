@@ -110,6 +110,7 @@ def random_profile(
     k: bool = True,
     v: bool = True,
     mean: bool = True,
+    scale: bool = False,
     layers: Sequence[int] | None = None,
     layout: str = "flat",
     types: tuple[Sequence[str], Sequence[str]] | None = None,
@@ -118,21 +119,25 @@ def random_profile(
     seed: int = 5,
     change: Callable[[Profile], None] | None = None,
 ) -> Profile:
-    """Random maps of the layers (default: all that own KV). Keys lie far from zero relative to what the maps see."""
+    """Random maps of the layers (default: all that own KV). Keys lie far from zero relative to what the maps see.
+
+    ``layout`` "scaled": keys have vectors in place of matrices, a mean, a scale or both.
+    """
     facts = facts_of(model)
     rng = np.random.default_rng(seed)
     mapped = facts.owners if layers is None else layers
+    scaled = layout == "scaled"
     profile = Profile()
     names = {name for side in (types or ()) for name in side} | {layout}
     profile.metadata = {
         "general.name": "random",
         "kvfmt.profile.version": 1,
-        "kvfmt.profile.hash": hashlib.sha256(f"{seed} {k} {v} {mean} {mapped}".encode()).hexdigest(),
+        "kvfmt.profile.hash": hashlib.sha256(f"{seed} {k} {v} {mean} {mapped} {scaled and scale}".encode()).hexdigest(),
         "kvfmt.profile.model.architecture": facts.arch,
         "kvfmt.profile.model.layers": facts.n_layer,
         "kvfmt.profile.model.fingerprint": facts.fingerprint,
         "kvfmt.profile.layout_k": [layout if k and il in mapped else "" for il in range(facts.n_layer)],
-        "kvfmt.profile.layout_v": [layout if v and il in mapped else "" for il in range(facts.n_layer)],
+        "kvfmt.profile.layout_v": [("flat" if scaled else layout) if v and il in mapped else "" for il in range(facts.n_layer)],
         "kvfmt.profile.formats": [f"{name}={SPECS[name].hash}" for name in sorted(names) if name in SPECS],
     }
     if types:
@@ -141,11 +146,16 @@ def random_profile(
     for il in mapped:
         n_head = facts.heads_kv[il]
         if k:
-            a = np.stack([invertible(rng, facts.head_k[il], spread) for _ in range(n_head)])
+            shape = (n_head, facts.head_k[il])
+            if not scaled:
+                a = np.stack([invertible(rng, facts.head_k[il], spread) for _ in range(n_head)])
             if mean:
-                profile.tensors[f"blk.{il}.kv_k_mean"] = rng.standard_normal((n_head, facts.head_k[il])).astype(np.float32)
-            profile.tensors[f"blk.{il}.kv_k_map"] = a.astype(dtype)
-            profile.tensors[f"blk.{il}.kv_q_map"] = np.linalg.inv(a).transpose(0, 2, 1).astype(dtype)
+                profile.tensors[f"blk.{il}.kv_k_mean"] = rng.standard_normal(shape).astype(np.float32)
+            if not scaled:
+                profile.tensors[f"blk.{il}.kv_k_map"] = a.astype(dtype)
+                profile.tensors[f"blk.{il}.kv_q_map"] = np.linalg.inv(a).transpose(0, 2, 1).astype(dtype)
+            elif scale:
+                profile.tensors[f"blk.{il}.kv_k_scale"] = np.exp(rng.uniform(-spread, spread, shape)).astype(np.float32)
         if v:
             b = np.stack([invertible(rng, facts.head_v[il], spread) for _ in range(n_head)])
             profile.tensors[f"blk.{il}.kv_v_map"] = b.astype(dtype)

@@ -16,6 +16,7 @@ from kvfmt import calibrate as c
 from kvfmt.build.models import fetch_model
 from kvfmt.cli import app
 from kvfmt.errors import KvfmtError
+from kvfmt.geometry import MAPS
 from kvfmt.moments import Moments
 from kvfmt.profile import Profile
 from kvfmt.runtime import UBATCH, LoadedModel
@@ -245,7 +246,10 @@ def test_the_command_makes_a_profile_for_this_model(tmp_path):
     again = tmp_path / "q.gguf"
     assert CliRunner().invoke(app, [*arguments[:-3], str(again), "--threads", "1", "--no-centre", "--map", "pairs"]).exit_code == 0
     pairs = Profile.read(again)
-    assert pairs.maps[3].k_mean is None and pairs.hash != profile.hash
+    assert pairs.layout_k == ("scaled",) * 30 and pairs.maps[3].k_scale.shape == (3, 64) and "keys scaled, map pairs" in pairs.name
+    assert list(pairs.maps[3].arrays()) == ["k_scale"] and pairs.sidecar_bytes == 30 * 3 * 64 * 4
+    shown = CliRunner().invoke(app, ["profile", "show", str(again)])
+    assert shown.exit_code == 0 and "scaled" in shown.output and "dB" in shown.output
     # The same run gives the same statistics, bit for bit.
     np.testing.assert_array_equal(pairs.statistics[3].k_cov, profile.statistics[3].k_cov)
     # Other maps from the same statistics need no run.
@@ -258,7 +262,8 @@ def test_the_command_makes_a_profile_for_this_model(tmp_path):
     # Which vectors span nearly equal entries of the spectrum is chance; what they do together is not.
     gram = [np.swapaxes(p.maps[3].k_map, 1, 2).astype(float) @ p.maps[3].k_map.astype(float) for p in (remade, profile)]
     np.testing.assert_allclose(gram[0], gram[1], atol=0.01 * np.abs(gram[1]).max())
-    for wrong, said in ((["--map", "odd"], "unknown map"), (["--k", "q9"], "unknown cache type"), (["--v", "kvq2"], "no layout for values")):
+    for wrong, said in ((["--map", "odd"], "unknown map"), (["--k", "q9"], "unknown cache type"), (["--v", "kvq2"], "no layout for values"),
+                        (["--k", "kvt3", "--map", "pairs", "--statistics", str(again)], "Use the full map")):
         result = CliRunner().invoke(app, [*arguments, *wrong])
         assert result.exit_code == 1 and said in result.output
 
@@ -299,7 +304,7 @@ def find_subject(path) -> ModelFile:
     return ModelFile("m", path, "0" * 64)
 
 
-@pytest.mark.parametrize("kind", ["none", "pairs", "full"])
+@pytest.mark.parametrize("kind", MAPS)
 def test_profiles_of_odd_models(tmp_path, kind):
     path = random_gguf.hybrid(tmp_path / "hybrid.gguf")
     made = c.calibrate(find_subject(path), [TEXT], [64], 128, kind=kind, threads=1)
@@ -307,6 +312,25 @@ def test_profiles_of_odd_models(tmp_path, kind):
     profile = Profile.read(tmp_path / "p.gguf")
     profile.check_model(path)
     assert [i for i, name in enumerate(profile.layout_k) if name] == [2, 5, 8, 10]
+    assert {*profile.layout_k} == {"", "flat" if kind == "full" else "scaled"}
+
+
+def test_vectors_save_the_keys_of_a_model_with_large_offsets(tmp_path):
+    """Qwen2.5's q4_0 keys: a mean and a scale take most of their distance, for a fiftieth of a bit."""
+    import llama_lib as lib
+    from kvfmt.subjects import find_text
+
+    subject = find_model("qwen")
+    made = c.calibrate(subject, [find_text("cpp")], (128,), 128, kind="channels", threads=2).profile
+    assert {*made.layout_k} == {"scaled"} and made.sidecar_bytes == 2 * 24 * 2 * 64 * 4
+    made.write(tmp_path / "p.gguf")
+    logits = []
+    for kv, profile in (("f16/f16", None), ("q4_0/f16", None), ("q4_0/f16", tmp_path / "p.gguf")):
+        with lib.Context(subject.path, kv, profile=profile, threads=2) as context:
+            tokens = context.tokenize(find_text("docs").content[:1500])[:96]
+            logits.append(context.decode(tokens))
+    plain, scaled = (lib.kld(logits[0], other) for other in logits[1:])
+    assert scaled < 0.3 * plain
 
 
 def test_default_lengths_end_where_the_model_does(tmp_path):

@@ -119,12 +119,36 @@ def test_under_a_profile(one, exact, tmp_path, layout, kv, v):
         assert np.sum((a - b) ** 2) < worst * np.sum((a - a.mean(0)) ** 2)
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_scaled_keys_have_the_bytes_of_a_live_cache(one, exact, tmp_path, name):
+    """Nothing is summed: what a profile without matrices does is llama.cpp's to the bit."""
+    real = profile_of(one, v=False, layout="scaled", scale=True)
+    real.write(tmp_path / "p.gguf")
+    convert_state(exact, tmp_path / "x", request(f"{name}/f16", model=layers(one), profile=real))
+    live = saved(one, f"{name}/f16", profile=tmp_path / "p.gguf")
+    assert (tmp_path / "x").read_bytes() == live
+    assert real.hash[:16] in states.read(live).caches[0].description and "rotated: K" in states.read(live).caches[0].description
+    # To another type under the same profile nothing is turned back; without the model the size of a head is not known.
+    convert_state(tmp_path / "x", tmp_path / "y", request("q8_0/f16", model=layers(one), profile=real))
+    x, y = (states.read((tmp_path / n).read_bytes()).caches[0].only.k[0].data for n in "xy")
+    encoders = Encoders(installed_folder())
+    np.testing.assert_array_equal(y, encoders.encode(cache_type("q8_0"), encoders.decode(cache_type(name), x).reshape(len(x), -1)))
+    with pytest.raises(StateError, match=real.hash[:16]):
+        convert_state(tmp_path / "x", tmp_path / "z", request("f32/f32", model=layers(one)))
+    with pytest.raises(StateError, match="--model"):
+        convert_state(tmp_path / "x", tmp_path / "z", request("f32/f32", source_profile=real))
+    convert_state(tmp_path / "x", tmp_path / "z", request("f32/f32", model=layers(one), source_profile=real))
+    before, after = (states.read(path.read_bytes()).caches[0].only.k[0].data.view("<f4").astype(float) for path in (exact, tmp_path / "z"))
+    assert 0 < np.mean((before - after) ** 2) < 0.25 * np.mean((before - before.mean(0)) ** 2)
+
+
 CACHES = {
     # What is saved, the target, and whether the target has flash attention.
     "protected": ("three", "kvq3/kvq2", {"protect": 1}, {}),
     "protected by itself": ("windows", "kvq3/kvq2", {"protect": None}, {}),
     "two caches": ("windows", "kvq4/kve8_2", {"protect": 2}, {}),
     "two caches under a profile": ("windows", "kvq4/q8_0", {"profile": True}, {}),
+    "two caches, scaled keys": ("windows", "kvq4/q8_0", {"profile": "scaled"}, {}),
     "types of a profile": ("windows", "f16/f16", {"profile": "types"}, {}),
     "stock, protected": ("three", "q8_0/q4_0", {"protect": 1}, {}),
     "transposed, only K": ("three", "kvq4/f16", {}, {"flash": "off"}),
@@ -143,7 +167,8 @@ def test_every_kind_of_state_goes_on_as_a_live_cache(case, kind, request, tmp_pa
         types = None
         if asked["profile"] == "types":
             types = ([("kvq4", "f16", "q8_0")[i % 3] for i in range(7)], [("f16", "kvq4")[i % 2] for i in range(7)])
-        asked["profile"] = profile_of(model, types=types, spread=0.1)
+        how = {"layout": "scaled", "scale": True} if asked["profile"] == "scaled" else {}
+        asked["profile"] = profile_of(model, types=types, spread=0.1, **how)
         asked["profile"].write(tmp_path / "p.gguf")
     protect = asked.get("protect", 0)
     n, more = 100, TOKENS[200:216]

@@ -10,8 +10,10 @@ from scipy.linalg import sqrtm
 
 from kvfmt import geometry as g
 from kvfmt import registry
+from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError, UnknownName
 from kvfmt.moments import LayerStatistics, Moments
+from kvfmt.transform import hadamard, rotation_size
 
 SIZES = (1, 4, 24, 64, 96)
 #: Enough vectors that nothing is shrunk: what is tested is the mathematics.
@@ -67,7 +69,7 @@ def test_maps_undo_each_other_and_beat_a_plain_hadamard(case):
 def test_each_step_is_at_least_as_good_as_the_one_before(seed, size, decades):
     rng = np.random.default_rng(seed)
     found = layer(moment(rng, size, decades), moment(rng, size, decades), 5 * rng.standard_normal(size))
-    errors = [g.key_maps(found, g.FLAT, kind, centre).error[0] for kind, centre in (("none", False), ("none", True), ("pairs", True), ("full", True))]
+    errors = [g.key_maps(found, g.FLAT, kind, centre).error[0] for kind, centre in (("none", False), ("none", True), ("pairs", True), ("channels", True), ("full", True))]
     assert all(after <= before * (1 + 1e-6) for before, after in zip(errors, errors[1:]))
 
 
@@ -165,6 +167,35 @@ def test_centring_is_left_out_where_softmax_is_not_shift_invariant():
     maps = g.key_maps(found, centre=True)
     assert maps.mean is None
     np.testing.assert_array_equal(maps.key, g.key_maps(found, centre=False).key)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kind", ["none", "pairs", "channels"])
+def test_a_diagonal_is_stored_as_such_where_llama_cpp_rotates(kind, size):
+    """Under its rotation it is the matrix: what is stored has mean power 1, except where only the mean remains."""
+    rng = np.random.default_rng(9)
+    found = layer(moment(rng, size, 2), moment(rng, size, 2), rng.standard_normal(size), rotated=size)
+    maps = g.key_maps(found, kind=kind)
+    stored = stored_maps(maps, found)
+    assert stored.k_map is None and stored.layout_k("flat") == "scaled" and (stored.k_scale is None) == (kind == "none")
+    scale = np.ones((1, size)) if stored.k_scale is None else stored.k_scale.astype(np.float64)
+    mixed = hadamard(np.eye(size), rotation_size(size, True))
+    keys, queries = mixed * scale, mixed / scale
+    whole = np.linalg.norm(keys) / np.linalg.norm(maps.key[0])
+    np.testing.assert_allclose(keys, maps.key[0] * whole, rtol=1e-5)
+    np.testing.assert_allclose(queries, maps.query[0] / whole, rtol=1e-5)
+    if kind == "pairs":
+        np.testing.assert_array_equal(scale[:, : size // 2], scale[:, size // 2 :])
+    if kind == "channels":
+        assert len(np.unique(scale)) == size
+    if kind != "none":
+        assert np.trace(keys @ found.k_cov[0] @ keys.T) / size == pytest.approx(1, rel=1e-4)
+    assert not stored_maps(g.key_maps(found, kind="none", centre=False), found).arrays()
+
+
+def test_elsewhere_a_diagonal_is_a_matrix_with_its_own_rotation():
+    found = layer(np.eye(80), np.eye(80))
+    assert stored_maps(g.key_maps(found, kind="pairs"), found).layout_k("flat") == "flat"
 
 
 def test_the_first_key_is_reported():

@@ -17,6 +17,7 @@ from converters.state import read as read_state
 from kvfmt import registry
 from kvfmt.bindings import cache_arguments, open_model
 from kvfmt.errors import KvfmtError
+from kvfmt.transform import hadamard
 from random_profile import SPECS, Profile, facts_of, random_profile
 
 RNG = np.random.default_rng(11)
@@ -41,6 +42,9 @@ MODELS = {
 }
 #: Where a mean does not cancel.
 NO_MEAN = ("soft_cap", "sinks")
+#: Keys with a mean and a scale in place of matrices.
+SCALED = {"layout": "scaled", "scale": True}
+BOTH = pytest.mark.parametrize("options", [{}, SCALED], ids=["mapped", "scaled"])
 
 
 @pytest.fixture(scope="session")
@@ -85,15 +89,54 @@ def far_from(reference, kv, model, **options) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mla", "other", "deep")])
-def test_only_the_caches_own_noise_remains(models, profile_of, name):
+@BOTH
+def test_only_the_caches_own_noise_remains(models, profile_of, name, options):
     model = models(name)
     reference = logits_of(model, "f16/f16")
     for kv, least in (("q8_0/q8_0", 1e-5), ("kvq4/kvq4", 1e-4)):
         plain = far_from(reference, kv, model)
-        mapped = far_from(reference, kv, model, profile=profile_of(name))
+        mapped = far_from(reference, kv, model, profile=profile_of(name, **options))
         # a random map and mean make the noise somewhat larger, at random
         assert 0 < mapped < 6 * plain + least, kv
         assert mapped != plain
+
+
+@pytest.mark.parametrize("name", ["plain", "gqa", "mqa", "fused", "iswa", "shared", "hybrid"])
+def test_scales_that_round_nothing_change_nothing(models, profile_of, name):
+    """Powers of two, one for each KV head, and a mean of zero: every logit to the bit, rotation and all."""
+
+    def even(profile: Profile) -> None:
+        for key, data in profile.tensors.items():
+            heads = np.arange(len(data), dtype=np.float32)[:, None]
+            profile.tensors[key] = (0 * data if key.endswith("kv_k_mean") else 0 * data + 2 ** (1 - 2 * heads)).astype(np.float32)
+
+    profile = profile_of(name, v=False, **SCALED, change=even)
+    for kv in ("q8_0/f16", "q4_0/q8_0"):
+        np.testing.assert_array_equal(logits_of(models(name), kv, profile=profile), logits_of(models(name), kv))
+
+
+def test_a_scale_of_another_head_would_be_seen(models, profile_of):
+    """The same measure tells heads, channels, and the queries' side apart: a channel that is scaled only where it is stored is far off."""
+    model, profile = models("gqa"), profile_of("gqa", v=False, **SCALED)
+    reference = logits_of(model, "f16/f16")
+    with lib.Context(model, "q8_0/f16", protect=0, profile=profile) as context:
+        context.decode(TOKENS[:64])
+        state = context.save(0)
+        own = context.decode(TOKENS[64:96])
+    for change in (lambda scale: scale[::-1], lambda scale: np.roll(scale, 1, axis=1), lambda scale: 1 / scale):
+
+        def other(found: Profile) -> None:
+            for key, data in found.tensors.items():
+                if key.endswith("kv_k_scale"):
+                    found.tensors[key] = np.ascontiguousarray(change(data))
+
+        # Random profiles are named by their seed: keys of the first are asked as the second asks.
+        second = profile_of("gqa", v=False, **SCALED, change=other)
+        with lib.Context(model, "q8_0/f16", protect=0, profile=second) as context:
+            assert context.load(state, 0)
+            context.n_past = 64
+            off = lib.kld(reference[64:], context.decode(TOKENS[64:96]))
+        assert off > 20 * lib.kld(reference[64:], own)
 
 
 @pytest.mark.parametrize("name", ["plain", "gqa", "shared", "iswa"])
@@ -112,9 +155,10 @@ def test_a_map_that_is_a_little_wrong_is_seen_by_the_same_measure(models, profil
 
 
 @pytest.mark.parametrize("name", ["plain", "mqa", "gqa", "fused", "shared", "iswa", "hybrid"])
-def test_one_token_at_a_time_equals_a_batch(models, profile_of, name):
+@BOTH
+def test_one_token_at_a_time_equals_a_batch(models, profile_of, name, options):
     """Few tokens and many take different ways through the graph."""
-    profile = profile_of(name)
+    profile = profile_of(name, **options)
     with lib.Context(models(name), "q8_0/q8_0", profile=profile) as context:
         together = context.decode(TOKENS[:48])
     with lib.Context(models(name), "q8_0/q8_0", profile=profile) as context:
@@ -124,18 +168,20 @@ def test_one_token_at_a_time_equals_a_batch(models, profile_of, name):
     assert lib.kld(together, apart) < 1e-4
 
 
-def test_a_deep_model_of_few_tensors_to_a_layer(tmp_path):
+@BOTH
+def test_a_deep_model_of_few_tensors_to_a_layer(tmp_path, options):
     """The graph's size is estimated from the number of tensors."""
     model = random_gguf.fused(tmp_path / "deep.gguf", n_layer=64, n_head=2, n_head_kv=1, n_ff=64)
-    profile = random_profile(model, spread=0.1).write(tmp_path / "profile.gguf")
+    profile = random_profile(model, spread=0.1, **options).write(tmp_path / "profile.gguf")
     with lib.Context(model, "q8_0/q8_0", profile=profile) as context:
         context.decode(TOKENS[:16])
         lib.llama_cpp.llama_memory_seq_add(context.memory, 0, 0, -1, 10)
         assert np.isfinite(context.decode(TOKENS[16:17], pos=26)).all()
 
 
-def test_flash_attention_off_with_mapped_keys(models, profile_of):
-    model, profile = models("gqa"), profile_of("gqa", v=False)
+@BOTH
+def test_flash_attention_off_with_mapped_keys(models, profile_of, options):
+    model, profile = models("gqa"), profile_of("gqa", v=False, **options)
     reference = logits_of(model, "f16/f16", flash="off")
     plain = far_from(reference, "q8_0/f16", model, flash="off")
     assert 0 < far_from(reference, "q8_0/f16", model, flash="off", profile=profile) < 6 * plain + 1e-5
@@ -146,15 +192,19 @@ def test_f32_maps_and_sides_and_layers_alone(models, profile_of):
     reference = logits_of(model, "f16/f16")
     limit = 6 * far_from(reference, "q8_0/q8_0", model) + 1e-5
     seen = set()
-    for options in ({"dtype": np.float32}, {"k": False}, {"v": False}, {"mean": False}, {"layers": [1, 2]}):
+    for options in (
+        {"dtype": np.float32}, {"k": False}, {"v": False}, {"mean": False}, {"layers": [1, 2]},
+        {"layout": "scaled"}, {**SCALED, "mean": False}, {**SCALED, "layers": [1, 2]},
+    ):
         divergence = far_from(reference, "q8_0/q8_0", model, profile=profile_of("plain", **options))
         assert 0 < divergence < limit, options
         seen.add(divergence)
-    assert len(seen) == 5
+    assert len(seen) == 8
 
 
-def test_parallel_sequences(models, profile_of):
-    profile = profile_of("gqa")
+@BOTH
+def test_parallel_sequences(models, profile_of, options):
+    profile = profile_of("gqa", **options)
     alone = [logits_of(models("gqa"), "q8_0/q8_0", TOKENS[i * 40 : i * 40 + 40], profile=profile) for i in range(3)]
     with lib.Context(models("gqa"), "q8_0/q8_0", n_ctx=3 * 256, n_seq=3, profile=profile) as context:
         for i, expected in enumerate(alone):
@@ -165,8 +215,9 @@ def test_parallel_sequences(models, profile_of):
 
 
 @pytest.mark.parametrize("name", ["plain", "iswa", "shared"])
-def test_layers_that_are_not_quantized_stay_as_they_are(models, profile_of, name):
-    profile = profile_of(name)
+@BOTH
+def test_layers_that_are_not_quantized_stay_as_they_are(models, profile_of, name, options):
+    profile = profile_of(name, **options)
     expected = logits_of(models(name), "f16/f16")
     for kv, protect in (("f16/f16", 0), ("bf16/f16", 0), ("kvq3/kvq2", 100)):
         plain = expected if "bf16" not in kv else logits_of(models(name), kv)
@@ -186,12 +237,20 @@ def test_log_says_what_acts(models, profile_of):
             line = profile_line(context.log)
         assert f"random ({profile}), hash {digits}" in line
         assert f"maps K in {n_k} and V in {n_v} of 4 layers" in line
-        assert f"sidecar {n_k * layer['k'] + n_v * layer['v']} bytes" in line
+        assert f"sidecar {n_k * layer['k'] + n_v * layer['v']} bytes" in line and "scales" not in line
+
+
+def test_log_says_which_keys_are_scaled(models, profile_of):
+    profile = profile_of("plain", **SCALED, layers=[1, 2], types=(["q8_0", "q8_0", "f16", "kvq4"], ["f16"] * 4))
+    with lib.Context(models("plain"), profile=profile) as context:
+        line = profile_line(context.log)
+    assert "maps K in 0 and V in 0 of 4 layers, centres or scales K in 1," in line
+    assert f"sidecar {2 * 2 * 64 * 4} bytes" in line
 
 
 def test_no_hadamard_rotation_where_a_map_acts(models, profile_of, monkeypatch):
     """With the rotation off, mapped layers stay as they were and the others change."""
-    for options, same in (({}, True), ({"layers": [0, 1]}, False), ({"k": False}, False)):
+    for options, same in (({}, True), ({"layers": [0, 1]}, False), ({"k": False}, False), (SCALED, False)):
         profile = profile_of("plain", **options)
         on = logits_of(models("plain"), "q8_0/q8_0", profile=profile)
         with monkeypatch.context() as patch:
@@ -224,13 +283,23 @@ def moved(model, kv, by=(100, -37, 61), tokens=TOKENS[:64], **options):
 
 
 @pytest.mark.parametrize("name", ["plain", "gqa", "mqa", "varying", "partial", "hybrid", "iswa", "shared", "soft_cap"])
-def test_keys_that_moved_are_those_computed_at_their_new_place(models, profile_of, name):
-    model, profile = models(name), profile_of(name)
+@BOTH
+def test_keys_that_moved_are_those_computed_at_their_new_place(models, profile_of, name, options):
+    model, profile = models(name), profile_of(name, **options)
     reference = moved(model, "f16/f16", by=())
     for kv, protect, least in (("q8_0/q8_0", 0, 2e-5), ("kvq4/kvq4", 1, 2e-4)):
         plain = lib.kld(reference, moved(model, kv, protect=protect))
         mapped = lib.kld(reference, moved(model, kv, protect=protect, profile=profile))
         assert mapped < 6 * plain + least, kv
+
+
+def test_scaled_keys_that_are_not_rotated(tmp_path):
+    """Heads of 96: they cancel and move all the same."""
+    model = random_gguf.llama(tmp_path / "head96.gguf", head=96, n_head=4, n_head_kv=2, n_layer=2)
+    profile = random_profile(model, v=False, **SCALED).write(tmp_path / "profile.gguf")
+    reference = moved(model, "f16/f16", by=())
+    plain = lib.kld(reference, moved(model, "q8_0/f16"))
+    assert 0 < lib.kld(reference, moved(model, "q8_0/f16", profile=profile)) < 6 * plain + 2e-5
 
 
 def keys_of(state: bytes, profile: Profile | None, cells: int) -> list[np.ndarray]:
@@ -246,15 +315,19 @@ def keys_of(state: bytes, profile: Profile | None, cells: int) -> list[np.ndarra
             name = next(name for name, spec in SPECS.items() if spec.type_id == side.type_id)
             rows = registry.get(name).decode(np.ascontiguousarray(side.data[:cells]))
         stored = rows.reshape(cells, -1, 64)
+        if f"blk.{il}.kv_k_scale" in profile.tensors:
+            found.append(hadamard(stored, 64) / profile.tensors[f"blk.{il}.kv_k_scale"] + profile.tensors[f"blk.{il}.kv_k_mean"])
+            continue
         back = profile.tensors[f"blk.{il}.kv_q_map"].astype(np.float32)  # its transpose undoes the key's map
         found.append(np.einsum("hji,chj->chi", back, stored) + profile.tensors[f"blk.{il}.kv_k_mean"])
     return found
 
 
-def test_keys_themselves_after_a_shift(models, tmp_path):
-    """Mapped layers of two types, and one that stayed f16 in the same cache."""
+@BOTH
+def test_keys_themselves_after_a_shift(models, tmp_path, options):
+    """Layers of two types under the profile, and one that stayed f16 in the same cache."""
     model = models("plain")
-    profile = random_profile(model, v=False, types=(["q8_0", "f16", "q8_0", "kvq4"], ["f16"] * 4))
+    profile = random_profile(model, v=False, types=(["q8_0", "f16", "q8_0", "kvq4"], ["f16"] * 4), **options)
     path = profile.write(tmp_path / "profile.gguf")
     n = 40
 
@@ -275,7 +348,8 @@ def test_keys_themselves_after_a_shift(models, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [0.3, 10.0])
-def test_the_mean_does_not_move_along(models, profile_of, scale):
+@BOTH
+def test_the_mean_does_not_move_along(models, profile_of, scale, options):
     """Keys that moved meet keys that did not: a mean that was rotated with the first would lie between the two."""
 
     def change(profile: Profile) -> None:
@@ -283,13 +357,14 @@ def test_the_mean_does_not_move_along(models, profile_of, scale):
             if name.endswith("kv_k_mean"):
                 profile.tensors[name] = (scale * data).astype(np.float32)
 
-    model, profile = models("plain"), profile_of("plain", change=change)
+    model, profile = models("plain"), profile_of("plain", change=change, **options)
     reference = moved(model, "f16/f16", by=())
     noise = lib.kld(reference, moved(model, "q8_0/q8_0", by=(), profile=profile))
     assert lib.kld(reference, moved(model, "q8_0/q8_0", profile=profile)) < 6 * noise + 2e-5
 
 
-def test_shift_within_a_conversation(models, profile_of):
+@BOTH
+def test_shift_within_a_conversation(models, profile_of, options):
     def run(kv, **options):
         logits = []
         with lib.Context(models("gqa"), kv, n_ctx=256, **{"protect": 0} | options) as context:
@@ -301,7 +376,7 @@ def test_shift_within_a_conversation(models, profile_of):
 
     reference = run("f16/f16")
     plain = [lib.kld(a, b) for a, b in zip(reference, run("q8_0/q8_0"))]
-    mapped = [lib.kld(a, b) for a, b in zip(reference, run("q8_0/q8_0", profile=profile_of("gqa")))]
+    mapped = [lib.kld(a, b) for a, b in zip(reference, run("q8_0/q8_0", profile=profile_of("gqa", **options)))]
     assert np.mean(mapped) < 6 * np.mean(plain) + 1e-5
     assert np.mean(mapped[-5:]) < 3 * np.mean(mapped[:5]) + 1e-5
 
@@ -374,14 +449,18 @@ def test_a_state_of_another_profile_is_refused(models, profile_of, seq):
         profile_of("plain", seed=6),
         profile_of("plain", v=False),
         profile_of("plain", layers=[0, 1]),
+        profile_of("plain", v=False, **SCALED),
+        profile_of("plain", v=False, **SCALED, seed=6),
+        profile_of("plain", v=False, layout="scaled"),
     ]
     contexts = [lib.Context(models("plain"), "q8_0/q8_0", profile=profile) for profile in variants]
     lib.assert_states_refuse_each_other(contexts, seq, TOKENS, "saved from another kind of KV cache")
 
 
 @pytest.mark.parametrize("name", ["iswa", "shared", "hybrid"])
-def test_a_restored_state_goes_on(models, profile_of, name):
-    profile = profile_of(name)
+@BOTH
+def test_a_restored_state_goes_on(models, profile_of, name, options):
+    profile = profile_of(name, **options)
     with lib.Context(models(name), "kvq3/kvq2", profile=profile) as context:
         context.decode(TOKENS[:64])
         state = context.save(None)
@@ -487,9 +566,31 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("change, words", REFUSALS, ids=range(len(REFUSALS)))
-def test_refusals_name_the_file_and_the_value(models, profile_of, change, words):
-    profile = profile_of("plain", change=change)
+LAYOUTS = P + "layout_k"
+SCALED_REFUSALS = [
+    (tensor("blk.1.kv_k_scale", poke(0)), r"blk.1.kv_k_scale: value 17 is 0; a scale is positive, at least 1.17549e-38"),
+    (tensor("blk.1.kv_k_scale", poke(-1.5)), "blk.1.kv_k_scale: value 17 is -1.5; a scale is positive"),
+    (tensor("blk.1.kv_k_scale", poke(1e-40)), "blk.1.kv_k_scale: value 17 is 9.99995e-41; a scale is positive"),
+    (tensor("blk.1.kv_k_scale", poke(np.inf)), "blk.1.kv_k_scale: value 17 is inf; a map is finite"),
+    (tensor("blk.1.kv_k_mean", poke(np.nan)), "blk.1.kv_k_mean: value 17 is -?nan; a map is finite"),
+    (tensor("blk.1.kv_k_scale", lambda data: data[:1]), r"blk.1.kv_k_scale has shape \[64, 1, 1, 1\], this model needs \[64, 2, 1, 1\]"),
+    (tensor("blk.1.kv_k_scale", lambda data: data.astype(np.float16)), "blk.1.kv_k_scale is of type f16, it must be f32"),
+    (extra("blk.1.kv_k_map"), "layer 1 has kv_k_map without kv_q_map"),
+    (set_(**{LAYOUTS: ["scaled", "flat", "scaled", "scaled"]}), "layer 1 has kv_k_mean without kv_k_map, and its layout_k is 'flat', not 'scaled'"),
+    (set_(**{LAYOUTS: ["scaled", "", "scaled", "scaled"]}), "layer 1 has kv_k_mean without kv_k_map, and its layout_k is '', not 'scaled'"),
+    (set_(**{P + "layout_v": ["scaled"] * 4}), 'layout_v of layer 0 is .scaled., it must be "", "flat", or a quantized cache type'),
+]
+MAPPED_REFUSALS = [
+    (set_(**{LAYOUTS: ["flat", "scaled", "flat", "flat"]}), "layout_k of layer 1 is 'scaled', but the layer has a kv_k_map, which mixes channels"),
+    (lambda profile: profile.tensors.update({"blk.2.kv_k_scale": np.ones((2, 64), np.float32)}), "layer 2 has kv_k_scale beside kv_k_map, which scales already"),
+]
+CASES = [({}, *case) for case in (*REFUSALS, *MAPPED_REFUSALS)] + [(SCALED, *case) for case in SCALED_REFUSALS]
+CASES.append(({"k": False}, set_(**{LAYOUTS: ["", "scaled", "", ""]}), "layout_k of layer 1 is 'scaled', but the layer has neither kv_k_mean nor kv_k_scale"))
+
+
+@pytest.mark.parametrize("options, change, words", CASES, ids=range(len(CASES)))
+def test_refusals_name_the_file_and_the_value(models, profile_of, options, change, words):
+    profile = profile_of("plain", change=change, **options)
     with pytest.raises(lib.Refused) as refused:
         lib.Context(models("plain"), "q8_0/q8_0", protect=0, profile=profile)
     assert re.search(f"KV profile {re.escape(str(profile))}: .*{words}", str(refused.value)), str(refused.value)
@@ -507,8 +608,9 @@ def test_other_files_are_refused(models, profile_of, tmp_path):
         lib.Context(models("plain"), "q8_0/q8_0", profile=models("plain"))
 
 
-def test_damaged_files_never_crash(models, profile_of, tmp_path):
-    whole = profile_of("plain").read_bytes()
+@BOTH
+def test_damaged_files_never_crash(models, profile_of, tmp_path, options):
+    whole = profile_of("plain", **options).read_bytes()
     rng = np.random.default_rng(5)
     header = whole.find(b"blk.3.kv_o_map") + 100
     for trial in range(60):
@@ -544,9 +646,10 @@ def test_a_folded_model_is_another_model(models, tmp_path):
 
 
 @pytest.mark.parametrize("name, why", [("soft_cap", "a logit soft-cap"), ("sinks", "sinks")])
-def test_centring_is_refused_where_a_mean_does_not_cancel(models, profile_of, name, why):
+@BOTH
+def test_centring_is_refused_where_a_mean_does_not_cancel(models, profile_of, name, why, options):
     with pytest.raises(lib.Refused, match=f"layer 0 was made with centring, but its attention has {why}"):
-        lib.Context(models(name), "q8_0/q8_0", profile=profile_of(name, mean=True))
+        lib.Context(models(name), "q8_0/q8_0", profile=profile_of(name, mean=True, **options))
 
 
 def test_models_without_separate_values_are_refused(models, tmp_path):
@@ -572,7 +675,9 @@ def test_formats_that_need_a_profile_are_refused_without_one_made_for_them(model
     for name in (name for name, spec in SPECS.items() if spec.needs_profile):
         with pytest.raises(lib.Refused, match=f"K cache type {name} needs a calibration profile"):
             lib.Context(models("plain"), f"{name}/f16", protect=1)
-        for profile, layout in ((profile_of("plain"), "flat"), (profile_of("plain", k=False), ""), (profile_of("plain", layout="kvq4"), "kvq4")):
+        for profile, layout in (
+            (profile_of("plain"), "flat"), (profile_of("plain", k=False), ""), (profile_of("plain", layout="kvq4"), "kvq4"), (profile_of("plain", **SCALED), "scaled"),
+        ):
             with pytest.raises(lib.Refused, match=rf"K cache type {name} \(layer 0\): .* has layout_k = '{layout}' there; .*calibrate for {name}"):
                 lib.Context(models("plain"), f"{name}/f16", profile=profile)
         lib.Context(models("plain"), f"{name}/f16", profile=profile_of("plain", layout=name)).close()

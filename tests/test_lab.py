@@ -271,6 +271,18 @@ def test_calibrated_keys_come_back_through_their_maps(profile, context):
     assert mapped.identity != calibrated.keys_of(profile, "kvq3", "full", False).identity
 
 
+@pytest.mark.parametrize("kind, centre, vectors", [("pairs", True, 2), ("pairs", False, 1), ("none", True, 1), ("none", False, 0)])
+def test_keys_without_matrices_cost_vectors_and_are_rotated(profile, context, kind, centre, vectors):
+    x = context.stored.f16(3, "k").astype(np.float32)
+    scaled = calibrated.keys_of(profile, "kvq3", kind, centre)
+    assert scaled.allocated_bits(64, 3, 64) - c.Blocks("kvq3").allocated_bits(64, 3, 64) == 8 * vectors * 3 * 64 * 4
+    np.testing.assert_allclose(replace(scaled, inner=c.Exact()).of_layer(3).apply(x), x, atol=1e-5 * np.abs(x).max())
+    maps = scaled.maps[3]
+    mean, scale = (np.full((3, 64), other, np.float32) if v is None else v for v, other in ((maps.k_mean, 0), (maps.k_scale, 1)))
+    rotated = c.Rotated(c.Blocks("kvq3"), "k").apply((x - mean) * scale)
+    np.testing.assert_allclose(scaled.of_layer(3).apply(x), rotated / scale + mean, rtol=1e-6, atol=1e-5)
+
+
 def test_each_part_of_the_geometry_is_a_row_and_all_together_are_closest(smollm2, context, profile):
     found = {m.name: m for m in calibrated.methods(profile)}
     klds = {}

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -52,8 +53,12 @@ def profile(layers: int = 3, heads: int = 3, size: int = 64, layout: str = "flat
     maps = {}
     for layer in range(layers):
         (a, inverse), (b, other) = pair(), pair()
-        mean = rng(seed + 9).standard_normal((heads, size)).astype(np.float32)
-        maps[layer] = LayerMaps(mean, a, inverse.transpose(0, 2, 1).astype(np.float32), b.astype(np.float16), other.astype(np.float16))
+        mean, width = (rng(seed + i).standard_normal((heads, size)).astype(np.float32) for i in (9, 10))
+        values = {"v_map": b.astype(np.float16), "o_map": other.astype(np.float16)}
+        if layout == "scaled":
+            maps[layer] = LayerMaps(mean, k_scale=np.exp2(width), **values)
+        else:
+            maps[layer] = LayerMaps(mean, a, inverse.transpose(0, 2, 1).astype(np.float32), **values)
     layouts = (layout,) * layers
     return Profile("p", "llama", layers, "0" * 16, layouts, ("flat",) * layers, maps, formats=formats_of([layout]))
 
@@ -151,15 +156,37 @@ def test_under_a_profile():
         assert (k.domain, v.domain) == ("map", "map")
         x = heads(128)
         turned = x[..., interleaved_order(128)]
-        stored = np.einsum("hij,bhtj->bhti", k.forward.astype(np.float64), turned.astype(np.float64) - k.mean[:, None])
+        stored = np.einsum("hij,bhtj->bhti", k.maps.forward.astype(np.float64), turned.astype(np.float64) - k.maps.mean[:, None])
         packed = registry.get("kvt3").encode(stored.astype(np.float32))
         assert np.array_equal(k.encode(x), packed)
         # asked as llama.cpp asks: A^-T q on what is stored is q on what comes back, but for the mean
         q = rng(4).standard_normal((3, 128))
-        asked = np.einsum("bhti,hij,hj->bht", registry.get("kvt3").decode(packed).astype(np.float64), k.backward.astype(np.float64), q)
-        direct = np.einsum("bhti,hi->bht", k.decode(packed).astype(np.float64)[..., interleaved_order(128)] - k.mean[:, None], q)
+        asked = np.einsum("bhti,hij,hj->bht", registry.get("kvt3").decode(packed).astype(np.float64), made.maps[0].q_map.astype(np.float64), q)
+        direct = np.einsum("bhti,hi->bht", k.decode(packed).astype(np.float64)[..., interleaved_order(128)] - k.maps.mean[:, None], q)
         np.testing.assert_allclose(asked, direct, atol=1e-4)
         assert np.mean((v.decode(v.encode(x)) - x) ** 2) < 0.25
+
+
+@pytest.mark.parametrize("size", [64, 192, 80])
+def test_scaled_keys_are_rotated_after(size):
+    """By llama.cpp's formula, to the bit: R((k - mean) * scale), each step rounded to float32. Heads of 80 are padded."""
+    made = profile(layout="scaled", size=size, heads=3)
+    maps, name = made.maps[1], "kvq4"
+    made = replace(made, maps={i: replace(m, v_map=None, o_map=None) for i, m in made.maps.items()}, layout_v=("",) * 3)
+    k, v = layer_stores([(size, size)] * 3, name, None, made, interleave=True)[1]
+    padded = -(-size // 64) * 64
+    assert k.domain == f"scaled, hadamard {rotation_size(padded, True)}" and v.domain.startswith("hadamard") and not k.mapped and k.profiled
+    x = heads(size)
+    stored = np.zeros((*SHAPE, padded), np.float32)
+    stored[..., :size] = (x[..., interleaved_order(size)] - maps.k_mean[:, None]) * maps.k_scale[:, None]
+    data = k.encode(x)
+    assert np.array_equal(data, registry.get(name).encode(hadamard(stored, rotation_size(padded, True))))
+    again = k.decode(data)
+    noise = (again - x)[..., interleaved_order(size)] * maps.k_scale[:, None]
+    assert np.mean(noise**2) < 0.02 * np.mean(stored**2)
+    assert all(np.array_equal(k.encode(x[:, :, i : i + 1])[:, :, 0], data[:, :, i]) for i in range(SHAPE[2]))
+    with pytest.raises(KvfmtError, match="maps of 3 KV heads, these are 2"):
+        k.encode(heads(size, shape=(1, 2, 5)))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +202,7 @@ def test_under_a_profile():
         (dict(kv="kvq3", profile=profile(2)), "2 layers, the model has 3"),
         (dict(kv="kvq3", profile=profile(3, size=128)), "heads of 128 values, these have 64"),
         (dict(kv="kvq3", profile=profile(3, layout="kvt3")), "does not suit"),
+        (dict(kv="kvt3/kvq2", profile=profile(3, layout="scaled")), "layer 0: cache type kvt3 does not suit the profile's layout 'scaled'"),
         (dict(kv="kvq3", profile=profile(3, size=80), sizes=(80, 80)), "cannot be padded"),
         (dict(kv="kvq3", sizes=(65, 64), interleave=True), "no halves"),
     ],
@@ -223,16 +251,17 @@ def test_round_trip(tmp_path, kv, sizes):
         assert tensor.data.tobytes() == data.tobytes()
 
 
-def test_a_mapped_cache_carries_its_profile(tmp_path):
-    path, made = tmp_path / "cache.gguf", profile(layout="kvt3")
-    stores = layer_stores([(64, 64)] * 3, "kvt3/kve8_2", None, made, interleave=True)
+@pytest.mark.parametrize("layout, kv", [("kvt3", "kvt3/kve8_2"), ("scaled", "kvq4/kve8_2"), ("scaled", "q8_0/f16")])
+def test_a_mapped_cache_carries_its_profile(tmp_path, layout, kv):
+    path, made = tmp_path / "cache.gguf", profile(layout=layout)
+    stores = layer_stores([(64, 64)] * 3, kv, None, made, interleave=True)
     rows = file_of(path, stores, profile=made)
     found = read_cache(path)
     assert found.profile.hash == made.hash and found.interleaved
     assert np.array_equal(found.decode(1, "k"), stores[1][0].decode(rows[2]))
     assert np.array_equal(read_cache(path, made).decode(1, "k"), found.decode(1, "k"))
     with pytest.raises(KvfmtError, match="was written under profile"):
-        read_cache(path, profile(layout="kvt3", seed=2))
+        read_cache(path, profile(layout=layout, seed=2))
     with pytest.raises(KvfmtError, match="cannot be read without its profile"):
         file_of(path, stores)
 
@@ -381,6 +410,7 @@ def changed(small, tmp_path, key: str, value) -> str:
         ("types_k", ["kvq3", "kvq4"], "kvq4"), ("types_v", ["nonsense", "kvq2"], "nonsense"), ("types_v", ["", "kvq2"], "type ''"),
         ("formats", ["kvq3=" + "0" * 64, "kvq2=" + "0" * 64], "another definition of kvq3"), ("head_k", [64, 100], "with heads of 100 is stored"),
         ("head_k", [64, 0], "heads of 0"), ("domain_k", ["plain", "hadamard 64"], "said to be stored 'plain'"), ("domain_v", ["hadamard 64", "map"], "profile"),
+        ("domain_k", ["scaled, hadamard 64", "hadamard 64"], "profile"),
     ],
 )
 def test_what_is_refused_is_named(small, tmp_path, key, value, what):

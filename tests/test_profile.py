@@ -11,6 +11,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import random_gguf
 from kvfmt import registry
@@ -160,8 +161,73 @@ def test_bad_maps_are_refused(name, value, said):
         make(maps={**profile.maps, 0: dataclasses.replace(profile.maps[0], **{name: value})})
 
 
+def scaled(**more) -> Profile:
+    """Layer 0 has both vectors, 2 only a scale, 3 a mean, and values are mapped there as ``make`` maps them."""
+    profile = make(**{key: value for key, value in more.items() if key not in ("maps", "layout_k")})
+    width = np.exp2(np.random.default_rng(4).standard_normal((HEADS, HEAD))).astype(np.float32)
+    maps = {
+        0: LayerMaps(profile.maps[0].k_mean, k_scale=width), 2: LayerMaps(k_scale=1 / width),
+        3: dataclasses.replace(profile.maps[3], k_map=None, q_map=None),
+    }
+    layouts = tuple("" if i == 1 else "scaled" for i in range(LAYERS))
+    return make(**{"maps": maps, "layout_k": layouts, **more})
+
+
+def test_vectors_alone(tmp_path):
+    profile = scaled()
+    profile.write(tmp_path / "p.gguf")
+    again = Profile.read(tmp_path / "p.gguf")
+    assert_same(profile, again)
+    assert again.hash == profile.hash and again.sidecar_bytes == 4 * HEADS * HEAD * 4 + HEADS * HEAD * HEAD * (2 + 2)
+    tensors = {t.name: t for t in GGUFReader(tmp_path / "p.gguf").tensors}
+    width = tensors["blk.0.kv_k_scale"]
+    assert width.shape.tolist() == [HEAD, HEADS] and width.tensor_type.name == "F32" and "blk.0.kv_k_map" not in tensors
+    np.testing.assert_array_equal(width.data.reshape(HEADS, HEAD), profile.maps[0].k_scale)
+    other = profile.maps[0].k_scale.copy()
+    other[1, 3] = np.nextafter(other[1, 3], np.float32(9))
+    changed = scaled(maps={**profile.maps, 0: dataclasses.replace(profile.maps[0], k_scale=other)})
+    assert len({profile.hash, changed.hash, make().hash}) == 3
+    text = io.StringIO()
+    Console(width=100, file=text).print(layer_table(profile))
+    rows = {line.split()[0]: line.split() for line in text.getvalue().splitlines() if line.strip()[:1].isdigit()}
+    assert rows["0"][1:7] == ["2x64", "scaled", "-", "-", "yes", "-"] and rows["2"][5] == "no" and "dB" in summary(profile)
+
+
+@pytest.mark.parametrize(
+    "layer, change, said",
+    [
+        (0, {"k_scale": np.ones((HEADS, 32), np.float32)}, "k_mean is .2, 64., k_scale .2, 32."),
+        (0, {"k_scale": np.ones((HEADS, HEAD), np.float16)}, "k_scale is float16"),
+        (0, {"k_scale": np.ones((HEADS, HEAD, HEAD), np.float32)}, "k_scale is float32"),
+        (0, {"k_scale": np.full((HEADS, HEAD), np.nan, np.float32)}, "k_scale has values that are not finite"),
+        (0, {"k_scale": np.zeros((HEADS, HEAD), np.float32)}, "k_scale has a value of 0"),
+        (2, {"k_scale": np.full((HEADS, HEAD), -1, np.float32)}, "k_scale has a value of -1"),
+        (2, {"k_scale": np.full((HEADS, HEAD), 1e-40, np.float32)}, "k_scale has a value of 1e-40"),
+        (2, {"k_scale": None}, r"layer 2 has layout 'scaled' for K, and the tensors \[\]"),
+        (0, {"k_map": np.stack([np.eye(HEAD, dtype=np.float32)] * HEADS)}, r"layer 0 has layout 'scaled' for K, and the tensors \['k_map'"),
+        (1, {"k_mean": np.ones((HEADS, HEAD), np.float32)}, r"layer 1 has layout '' for K, and the tensors \['k_mean'\]"),
+        (3, {"k_scale": np.ones((1, HEAD), np.float32)}, "k_mean is"),
+    ],
+)
+def test_bad_vectors_are_refused(layer, change, said):
+    profile = scaled()
+    with pytest.raises(ProfileError, match=said):
+        scaled(maps={**profile.maps, layer: dataclasses.replace(profile.maps.get(layer, LayerMaps()), **change)})
+
+
+def test_a_scale_is_not_beside_a_matrix_nor_for_values():
+    profile = make()
+    with pytest.raises(ProfileError, match=r"layer 0 has layout 'flat' for K, and the tensors \['k_map', 'k_mean', 'k_scale'"):
+        make(maps={**profile.maps, 0: dataclasses.replace(profile.maps[0], k_scale=np.ones((HEADS, HEAD), np.float32))})
+    with pytest.raises(ProfileError, match="layout_v of layer 3 is 'scaled'"):
+        make(layout_v=("", "", "", "scaled"))
+
+
 def small() -> Profile:
-    return make(layers=2, head=4, heads=1)
+    """A layer with matrices and one with vectors."""
+    profile = make(layers=2, head=4, heads=1)
+    vectors = LayerMaps(np.ones((1, 4), np.float32), k_scale=np.full((1, 4), 0.5, np.float32))
+    return dataclasses.replace(profile, maps={**profile.maps, 1: vectors}, layout_k=("flat", "scaled"))
 
 
 @pytest.fixture(scope="module")
@@ -286,8 +352,6 @@ def test_other_versions_are_refused(small_file):
 
 
 def test_show(tmp_path):
-    from rich.console import Console
-
     profile = make()
     assert ("hash", profile.hash[:16]) in facts(profile)
     console = Console(width=80, record=True, file=io.StringIO())

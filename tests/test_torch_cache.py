@@ -246,8 +246,9 @@ def test_the_bytes_are_llama_cpps(path, opened, tokens, native):
     assert np.corrcoef(c.ravel(), b.ravel())[0, 1] < 0.5
 
 
-def test_a_profile_acts_as_in_llama_cpp(path, opened, tokens, native, base, tmp_path):
-    made = as_kvfmt(random_profile(path, spread=0.3, layers=range(0, 30, 3)))
+@pytest.mark.parametrize("options", [{}, {"layout": "scaled", "scale": True}], ids=["mapped", "scaled"])
+def test_a_profile_acts_as_in_llama_cpp(path, opened, tokens, native, base, tmp_path, options):
+    made = as_kvfmt(random_profile(path, spread=0.3, layers=range(0, 30, 3), **options))
     made.write(tmp_path / "profile.gguf")
     mine, theirs, between = base
     here = kld(mine, ours(opened, tokens, "kvq4", tmp_path / "profile.gguf")[0])

@@ -115,6 +115,43 @@ def test_keys_without_maps_are_a_choice_and_bring_none(tmp_path):
         assert session.allocated.sidecar_bytes == made.maps[1].nbytes
 
 
+def test_keys_with_vectors_alone_are_a_choice(tmp_path):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=3)
+    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    profiles = t.Profiles(base)
+    made = profiles.make(["kve8_2:scaled", "kve8_2", "q8_0:plain"], ["f16"] * 3, "three kinds")
+    assert made.types_k == ("kve8_2", "kve8_2", "q8_0") and made.layout_k == ("scaled", "flat", "") and sorted(made.maps) == [0, 1]
+    assert set(made.maps[0].arrays()) == {"k_mean", "k_scale"} and made.maps[0].nbytes == 2 * 2 * 64 * 4
+    vectors, without = (t.allocated(profiles, 0, "k", kind, 512) for kind in ("kve8_2:scaled", "kve8_2:plain"))
+    assert vectors - without == made.maps[0].nbytes
+    made.write(tmp_path / "three.gguf")
+    with Engine(path) as engine, engine.open(Cache("", 0, tmp_path / "three.gguf"), 512) as session:
+        assert session.allocated.sidecar_bytes == made.sidecar_bytes
+
+
+def test_a_short_cache_gets_vectors_where_matrices_do_not_fit(tmp_path):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+    subject = subject_of(path)
+    base = calibrate(subject, [TEXT], (128,), 256).profile
+    candidates = {"k": ("kve8_2", "kve8_2:scaled", "kve8_3", "kve8_3:scaled"), "v": ("kve8_2", "q8_0")}
+    with Engine(path) as engine:
+        made = t.tune(engine, subject, base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(3.0), candidates)
+        made.profile.write(tmp_path / "tuned.gguf")
+        with engine.open(Cache("", 0, tmp_path / "tuned.gguf"), 512) as session:
+            allocated = session.allocated
+    assert set(made.profile.layout_k) == {"scaled"} and allocated.sidecar_bytes == made.profile.sidecar_bytes > 0
+    assert made.tuned.bits_per_value <= 3.0 and allocated.bits_per_value == pytest.approx(made.tuned.bits_per_value, abs=0.3)
+    assert made.best_uniform[0].split("/")[0].endswith(":scaled")
+
+
+def test_heads_that_are_not_rotated_are_not_scaled(tmp_path, monkeypatch):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2, head=96, n_head=2, n_head_kv=1)
+    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    monkeypatch.setattr(t, "measure", lambda *_: pytest.fail("it was measured"))
+    with Engine(path) as engine, pytest.raises(KvfmtError, match="candidate 'q8_0:scaled' for K: layer 0 has heads of 96, which llama.cpp does not rotate"):
+        t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(9.0), {"k": ("q4_0", "q8_0:scaled"), "v": ("q8_0",)})
+
+
 def test_what_is_chosen_is_also_measured_together(tmp_path):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
     base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
@@ -151,6 +188,10 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
         (["--bits", "3", "--k", "kvq9"], "unknown cache type 'kvq9'"),
         (["--bits", "3", "--k", "kvt3:plain"], "candidate 'kvt3:plain' for K: kvt3 needs maps"),
         (["--bits", "3", "--v", "kve8_2:plain"], "candidate 'kve8_2:plain' for V: values have no maps"),
+        (["--bits", "3", "--k", "kvt4:scaled"], "candidate 'kvt4:scaled' for K: kvt4 needs maps"),
+        (["--bits", "3", "--v", "q8_0:scaled"], "candidate 'q8_0:scaled' for V: values have no maps"),
+        (["--bits", "3", "--k", "f16:scaled"], "candidate 'f16:scaled' for K: f16 keys are stored as they are"),
+        (["--bits", "3", "--k", "q8_0:plain:scaled"], "unknown cache type"),
         (["--memory", "much", "--context", "1k"], "memory 'much' is no size"),
     ),
 )
@@ -163,7 +204,7 @@ def test_what_is_asked_is_checked_first(arguments, words, tmp_path):
 def test_the_costs_of_a_place_follow_the_noise_of_its_types_above_a_floor_that_falls(tmp_path, monkeypatch):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=4)
     profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (128,), 128).profile)
-    candidates = {"k": ("kvt3", "kvt4", "kve8_2:plain"), "v": ("kve8_2", "kve8_3", "q8_0")}
+    candidates = {"k": ("kvt3", "kvt4", "kve8_2:plain", "kve8_2:scaled", "q8_0:scaled"), "v": ("kve8_2", "kve8_3", "q8_0")}
     floor = {0: 0.4, 1: 0.3, 2: 0.2, 3: 0.1}
     asked, rng = [], np.random.default_rng(5)
 
@@ -172,19 +213,20 @@ def test_the_costs_of_a_place_follow_the_noise_of_its_types_above_a_floor_that_f
         klds = []
         for cache in caches:
             layer, side, kind = cache.profile.name.removesuffix(".gguf").split(".", 2)
-            clean = (1 + int(layer)) * tune_costs.noise(kind.removesuffix(".plain")) if kind != "f32" else 0.0
+            name, _, how = kind.partition(".")
+            clean = (1 + int(layer)) * tune_costs.noise(name) * (0.5 if how == "scaled" else 1) if kind != "f32" else 0.0
             klds.append(floor[int(layer)] + clean + 1e-3 * rng.standard_normal())
         return klds
 
     monkeypatch.setattr(t, "distances", found)
     options = t.measure(None, profiles, TEXT, None, dict.fromkeys(range(4), 512), candidates, tmp_path)
-    assert len(asked) == 4 * 6 + 8
+    assert len(asked) == 4 * 8 + 8
     costs = {(o.layer, o.side, o.type): o.kld for o in options}
     for layer in range(4):
         assert costs[layer, "k", "f16"] == costs[layer, "v", "f16"] == 0
         for side in "kv":
             for kind in candidates[side]:
-                expected = (1 + layer) * tune_costs.noise(tune_costs.type_of(kind))
+                expected = (1 + layer) * tune_costs.noise(tune_costs.type_of(kind)) * (0.5 if kind.endswith("scaled") else 1)
                 # q8_0 alone lies far below the noise of the measurement: its neighbours say what it costs.
                 assert costs[layer, side, kind] == pytest.approx(expected, rel=0.1), (layer, side, kind)
 

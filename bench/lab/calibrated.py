@@ -16,6 +16,7 @@ from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import key_maps, layout_for
 from kvfmt.profile import LayerMaps, Profile
+from kvfmt.side_maps import SideMaps
 
 #: Types that the table's calibrated rows are made of: keys with the same noise everywhere, values.
 FLAT_KEYS, VALUES = "kvq3", "kve8_2"
@@ -69,12 +70,14 @@ class InLayer:
 
     def apply(self, x: np.ndarray) -> np.ndarray:
         """float32 [tokens, heads, dim]. Raises LabError for other heads than the profile's."""
-        key, query = (m.astype(np.float32) for m in (self.maps.k_map, self.maps.q_map))
-        if x.shape[1:] != key.shape[:2]:
-            raise LabError(f"{self.name}: keys have {x.shape[1:]} heads and values, the profile {key.shape[:2]}", "It was made for another model.")
-        mean = 0 if self.maps.k_mean is None else self.maps.k_mean
-        stored = np.einsum("hij,thj->thi", key, x - mean)
-        return np.einsum("hij,thi->thj", query, self.inner.apply(stored)) + mean
+        maps = SideMaps.of(self.maps, True)
+        if maps is None:
+            return c.Rotated(self.inner, "k").apply(x)
+        if x.shape[1:] != maps.shape:
+            raise LabError(f"{self.name}: keys have {x.shape[1:]} heads and values, the profile {maps.shape}", "It was made for another model.")
+        inner = self.inner if maps.mixes else c.Rotated(self.inner, "k")
+        stored = maps.store(x.transpose(1, 0, 2)).transpose(1, 0, 2)
+        return maps.restore(inner.apply(stored).transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
 def keys_of(profile: Profile, name: str, kind: str, centre: bool) -> Mapped:
