@@ -13,23 +13,26 @@ from kvfmt.geometry import layout_for
 from kvfmt.profile import Profile
 from kvfmt.subjects import ModelFile, find_text
 
-#: K type that needs a profile, and the values beside it.
-PAIRS = (("kvt3", "kve8_2"), ("kvt4", "kvq4"))
+#: A profile's name: the type that its layout is for, and what it does to keys (one of geometry.MAPS).
+PROFILES = {"channels": ("flat", "channels"), "kvt3": ("kvt3", "full"), "kvt4": ("kvt4", "full")}
+#: Caches, and the profile of each.
+CACHES = (("kve8_3/kve8_2", "channels"), ("kvq4", "channels"), ("kvt3/kve8_2", "kvt3"), ("kvt4/kvq4", "kvt4"))
 TEXT = "cpp"
 
 
 def calibrated_caches(subject: ModelFile, folder: Path, threads: Optional[int] = None) -> tuple[Cache, ...]:
-    """One cache for each of PAIRS. The model is run once, and not if the folder has its profiles."""
+    """The caches of CACHES. The model is run once, and not if the folder has its profiles."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {k: folder / f"{subject.name}.{k}.kvprofile.gguf" for k, _ in PAIRS}
-    kept = {k: _kept(path, subject) for k, path in paths.items()}
-    missing = [k for k, profile in kept.items() if profile is None]
+    paths = {name: folder / f"{subject.name}.{name}.kvprofile.gguf" for name in PROFILES}
+    kept = {name: _kept(path, subject) for name, path in paths.items()}
+    missing = [name for name, profile in kept.items() if profile is None]
     if missing:
         base = next((profile for profile in kept.values() if profile is not None), None) or _measured(subject, threads)
-        for k in missing:
-            calibrate.again(subject, base, layout_for(k)).profile.write(paths[k])
-            step(f"profile: {paths[k]}")
-    return tuple(Cache(f"{k}/{v}", 0, paths[k]) for k, v in PAIRS)
+        for name in missing:
+            kind, maps = PROFILES[name]
+            calibrate.again(subject, base, layout_for(kind), maps).profile.write(paths[name])
+            step(f"profile: {paths[name]}")
+    return tuple(Cache(kv, 0, paths[name]) for kv, name in CACHES)
 
 
 def _kept(path: Path, subject: ModelFile) -> Optional[Profile]:

@@ -228,13 +228,13 @@ def test_profiles_of_the_benchmark_are_made_once_and_again_for_another_model(tmp
     one, other = (find_model(str(random_gguf.llama(tmp_path / f"m{seed}.gguf", seed=seed))) for seed in (1, 2))
     other = replace(other, name=one.name)
     first = profiles.calibrated_caches(one, tmp_path / "p", 1)
-    assert [cache.kv for cache in first] == ["kvt3/kve8_2", "kvt4/kvq4"] and len(runs) == 1
-    assert [cache.calibrated.layout_k[0] for cache in first] == ["kvt3", "kvt4"]
+    assert [cache.kv for cache in first] == ["kve8_3/kve8_2", "kvq4", "kvt3/kve8_2", "kvt4/kvq4"] and len(runs) == 1
+    assert [cache.calibrated.layout_k[0] for cache in first] == ["scaled", "scaled", "kvt3", "kvt4"]
     again = profiles.calibrated_caches(one, tmp_path / "p", 1)
     assert [c.calibrated.hash for c in again] == [c.calibrated.hash for c in first] and len(runs) == 1
     # The same name, another model: what lies there is not its profile.
     profiles.calibrated_caches(other, tmp_path / "p", 1)
     assert len(runs) == 2
-    first[0].profile.write_bytes(b"nonsense")
+    first[2].profile.write_bytes(b"nonsense")
     profiles.calibrated_caches(other, tmp_path / "p", 1)
     assert len(runs) == 2, "statistics come from the other profile where one is left"

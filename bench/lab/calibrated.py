@@ -19,7 +19,7 @@ from kvfmt.profile import LayerMaps, Profile
 from kvfmt.side_maps import SideMaps
 
 #: Types that the table's calibrated rows are made of: keys with the same noise everywhere, values.
-FLAT_KEYS, VALUES = "kvq3", "kve8_2"
+FLAT_KEYS, E8_KEYS, VALUES = "kvq3", "kve8_3", "kve8_2"
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def methods(profile: Profile) -> tuple[Method, ...]:
         (FLAT_KEYS, "none", True, "centred"),
         (FLAT_KEYS, "pairs", False, "pair scaling"),
         (FLAT_KEYS, "pairs", True, "pair scaling, centred"),
+        (FLAT_KEYS, "channels", True, "channel scaling, centred"),
+        (E8_KEYS, "channels", True, "channel scaling, centred"),
         (FLAT_KEYS, "full", False, "full map"),
         (FLAT_KEYS, "full", True, "full map, centred"),
         *((fmt.spec.name, "full", True, "full map, centred, unequal bits") for fmt in registry.all_formats() if fmt.spec.needs_profile),
