@@ -74,7 +74,8 @@ def tune(
                 engine, subject, base, measured_on, quality.make_plan(n_ctx, chunks, None), tokens, budget, candidates, update
             )
     made.profile.write(target)
-    console.print(table(made))
+    for side in work.SIDES:
+        console.print(table(made, side))
     console.print(f"{made.tuned.bits_per_value:.3f} bits/value at {tokens} tokens, {made.profile.sidecar_bytes / 2**20:.2f} MiB of maps counted; "
                   f"KLD on {measured_on.name} {made.together:.4f} (sum of what the layers cost {made.tuned.predicted:.4f})")
     if made.best_uniform:
@@ -85,18 +86,16 @@ def tune(
     step(f"profile: {target}; measure it: kvfmt bench quality --model {model} --caches @{target}")
 
 
-def table(made) -> Table:
-    """Types and costs by layer."""
-    chosen = {(o.layer, o.side): o for o in made.tuned.options}
-    kinds = {side: sorted({o.type for o in made.options if o.side == side and o.type != "f16"}, key=lambda t: min(o.n_bytes for o in made.options if o.side == side and o.type == t)) for side in "kv"}
-    found = {(o.layer, o.side, o.type): o.kld for o in made.options}
-    shown = Table(title="What each layer alone costs by type, in nats", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
-    for title in ("layer", "K", *kinds["k"], "V", *kinds["v"]):
-        shown.add_column(title, justify="left" if title in "KV" else "right", no_wrap=True)
-    for layer in sorted({o.layer for o in made.options}):
-        cells = [str(layer)]
-        for side in "kv":
-            cells.append(f"[bold]{chosen[layer, side].type}[/bold]")
-            cells += [f"{found[layer, side, kind]:.4f}" for kind in kinds[side]]
-        shown.add_row(*cells)
+def table(made, side: str) -> Table:
+    """Types and costs by layer of one side. What is done to the keys has a line of its own in the titles, so that all fit a terminal."""
+    chosen = {o.layer: o for o in made.tuned.options if o.side == side}
+    options = [o for o in made.options if o.side == side]
+    kinds = sorted({o.type for o in options if o.type != "f16"}, key=lambda t: min(o.n_bytes for o in options if o.type == t))
+    found = {(o.layer, o.type): o.kld for o in options}
+    title = f"{side.upper()}: what each layer alone costs by type, in nats"
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+    for name in ("layer", side.upper(), *(kind.replace(":", "\n") for kind in kinds)):
+        shown.add_column(name, justify="left" if name == side.upper() else "right", no_wrap=True)
+    for layer in sorted(chosen):
+        shown.add_row(str(layer), f"[bold]{chosen[layer].type}[/bold]", *(f"{found[layer, kind]:.4f}" for kind in kinds))
     return shown

@@ -1,9 +1,9 @@
 """How heads of K or V are stored outside llama.cpp: type, padding, rotation or map; numpy in, packed bytes out, and back.
 
 The bytes are those that llama.cpp stores for the same values: unmapped quantized sides are rotated as it rotates them, keys after
-a profile's mean and scale; mapped ones hold A (k - m) and B v of the profile. What differs is the reading: llama.cpp asks with turned queries, here the stored
-keys are turned back, which gives attention the same scores up to a constant that its softmax does not see, and lets any
-attention read them. A head that is not whole blocks is padded with zeros before the rotation, which llama.cpp refuses.
+a profile's mean and scale; mapped ones hold A (k - m) and B v of the profile. What differs is the reading: llama.cpp asks with
+turned queries, here the stored keys are turned back, which gives attention the same scores up to a constant that its softmax
+does not see, and lets any attention read them. A head that is not whole blocks is padded with zeros before the rotation, which llama.cpp refuses.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class HeadStore:
         if self.interleave:
             x = x[..., interleaved_order(self.size)]
         if self.profiled:
-            # In float64, so that no rounding depends on how many tokens come at once.
+            # A matrix in float64, so that no rounding depends on how many tokens come at once.
             x = self.maps.store(x, np.float64)
         if self.padded != self.size:
             x = np.concatenate([x, np.zeros((*x.shape[:-1], self.padded - self.size), np.float32)], axis=-1)
@@ -175,7 +175,8 @@ class HeadStore:
     @_QUIET
     def decode(self, data: np.ndarray) -> np.ndarray:
         """Bytes, uint8 [..., H, T, row_bytes] -> heads, float32 [..., H, T, size]. Raises KvfmtError for other rows or heads."""
-        self.check_heads(data.shape[-3])
+        if self.profiled:
+            self.check_heads(data.shape[-3])
         x = self.unpack(data)
         if self.back is not None:
             x = x @ self.back

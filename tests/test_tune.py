@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import random_gguf
@@ -14,7 +16,7 @@ from bench import tune as t
 from bench import tune_costs
 from bench.caches import Cache
 from bench.engine import Engine
-from bench.tune_cli import app, size_of
+from bench.tune_cli import app, size_of, table
 from kvfmt import registry
 from kvfmt.calibrate import calibrate
 from kvfmt.distortion import gaussian_distortion
@@ -142,6 +144,18 @@ def test_a_short_cache_gets_vectors_where_matrices_do_not_fit(tmp_path):
     assert set(made.profile.layout_k) == {"scaled"} and allocated.sidecar_bytes == made.profile.sidecar_bytes > 0
     assert made.tuned.bits_per_value <= 3.0 and allocated.bits_per_value == pytest.approx(made.tuned.bits_per_value, abs=0.3)
     assert made.best_uniform[0].split("/")[0].endswith(":scaled")
+
+
+def test_the_tables_of_all_candidates_fit_a_terminal():
+    given = [t.Option(layer, side, kind, 1 + i, 0.01 * i) for layer in (0, 47) for side in t.SIDES for i, kind in enumerate((*t.CANDIDATES[side], "f16"))]
+    picked = tuple(o for o in given if o.type in ("kve8_2:scaled", "kve8_2") and (o.side == "v" or o.type != "kve8_2"))
+    made = t.Outcome(None, t.Tuned(picked, 0.1, 3.0), tuple(given), 0.1, None)
+    out = io.StringIO()
+    for side in t.SIDES:
+        Console(width=80, file=out).print(table(made, side))
+    text = out.getvalue()
+    assert "\u2026" not in text and text.count("kve8_2:scaled") == 2
+    assert max(map(len, text.splitlines())) <= 80 and "0.0600" in text
 
 
 def test_heads_that_are_not_rotated_are_not_scaled(tmp_path, monkeypatch):
