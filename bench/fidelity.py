@@ -123,38 +123,42 @@ def markdown(results: dict) -> str:
     return "\n".join(lines)
 
 
+def _kind(record: dict) -> str:
+    if "@" in record["title"]:
+        return "kvfmt, with a profile"
+    return "kvfmt" if any(part in registry.names() for part in record["cache"]["kv"].split("/")) else "llama.cpp's own types"
+
+
 def plot(results: dict, target: Path) -> None:
     """Mean KLD against allocated bits per value, a panel a model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from bench import plots
+
+    looks = {"kvfmt, with a profile": (plots.FAMILIES["calibrated"], "o"), "kvfmt": (plots.OURS, "o"), "llama.cpp's own types": (plots.STOCK, "s")}
     models = list(dict.fromkeys(r["model"] for r in results["records"]))
-    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 4.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 4.4), sharey=True, squeeze=False, layout="constrained")
     for axis, model in zip(axes[0], models):
-        for r in results["records"]:
-            if r["model"] != model or r["title"] == "f16":
-                continue
-            ours = any(part in registry._registered() for part in r["cache"]["kv"].split("/")) or "@" in r["title"]
-            kld, error = r["statistics"]["kld"]
-            axis.errorbar(
-                r["bits_without_maps"], kld, yerr=error, fmt="o" if ours else "s", color="#1f6fb4" if ours else "#888888",
-                capsize=2, markersize=6,
-            )
-            left = r["bits_without_maps"] < 8  # further right a name would leave the panel
-            axis.annotate(
-                r["title"], (r["bits_without_maps"], kld), textcoords="offset points", xytext=(6 if left else -6, 5),
-                ha="left" if left else "right", fontsize=8,
-            )
+        records = [r for r in results["records"] if r["model"] == model and r["title"] != "f16"]
+        for kind, (colour, marker) in looks.items():
+            shown = [(r["bits_without_maps"], *r["statistics"]["kld"]) for r in records if _kind(r) == kind]
+            if shown:
+                bits, kld, error = zip(*shown)
+                axis.errorbar(bits, kld, yerr=error, fmt=marker, color=colour, capsize=2, markersize=6, label=kind)
         axis.set_yscale("log")
         axis.set_xlim(2, 9.8)
         axis.set_xlabel("allocated bits per value")
         axis.set_title(model)
         axis.grid(True, which="major", alpha=0.3)
     axes[0][0].set_ylabel("mean KLD against the f16 cache (nats)\nlower is better")
-    figure.tight_layout()
+    axes[0][-1].legend(fontsize=8, loc="upper right")
+    for axis, model in zip(axes[0], models):
+        # The colour says that a cache has a profile.
+        plots.spread_labels(axis, [
+            (r["bits_without_maps"], r["statistics"]["kld"][0], r["title"].split("@")[0]) for r in results["records"] if r["model"] == model and r["title"] != "f16"
+        ])
     figure.savefig(target, dpi=110)
+    plt.close(figure)
 
 
 def main(

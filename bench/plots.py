@@ -36,7 +36,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _spread_labels(axis, points: list[tuple[float, float, str]], size: float = 7.5) -> None:
+def spread_labels(axis, points: list[tuple[float, float, str]], size: float = 7.5) -> None:
     """Writes a name beside each point, moved up or down until it overlaps none that is there."""
     figure = axis.figure
     figure.canvas.draw()
@@ -79,7 +79,7 @@ def pareto(rows: list[Row], title: str) -> Optional[Figure]:
     best = front([(r.bits_per_value, max(FLOOR, r.metrics["kld"].value)) for r in rows])
     axis.plot(*zip(*best), color=GREY, lw=1, zorder=0, label="best at its size")
     _logarithmic(axis, title)
-    _spread_labels(axis, [(r.bits_per_value, max(FLOOR, r.metrics["kld"].value), r.method) for r in rows])
+    spread_labels(axis, [(r.bits_per_value, max(FLOOR, r.metrics["kld"].value), r.method) for r in rows])
     axis.legend(fontsize=8, loc="upper right")
     return figure
 
@@ -113,7 +113,7 @@ def lab_scatter(rows: list[Row], title: str) -> Optional[Figure]:
         row = next(r for r in rows if r.setup["setting"] == setting)
         _logarithmic(axis, f"{title}, {setting}: {row.setup['prompt']} prompt + {row.setup['decoded']} decoded tokens")
         axis.set_xlim(right=17.5)
-        _spread_labels(axis, points, 6.5)
+        spread_labels(axis, points, 6.5)
         axis.legend(fontsize=8, loc="upper right")
     return figure
 
