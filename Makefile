@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
-# One process. "-n auto --dist worksteal" takes one for each core; of two whole runs that way one had a failure (a server's log read too soon).
-TEST_PROCESSES ?=
+# One process for each core: most tests are single-threaded. Empty: one after the other.
+TEST_PROCESSES ?= -n auto --dist worksteal
 FUZZ_ARGS ?= --files 10000
 
 # Named after what was installed, so that a change of the pins installs again and nothing else does.
