@@ -21,11 +21,13 @@ def run_build(
     discard_edits: bool = False,
     cuda: bool = False,
     cuda_arch: str | None = None,
+    portable: bool = False,
 ) -> None:
     """Fetches, patches, compiles, packs and installs; each step only if what it depends on changed.
 
     With `targets`, or `tools_only`, no wheel is made. `cuda` adds the backend for NVIDIA GPUs, for the architectures
-    `cuda_arch` (see cuda.choose). Raises a KvfmtError that says what to do.
+    `cuda_arch` (see cuda.choose); `portable` makes it for other processors than the one at hand. Raises a KvfmtError that says what
+    to do.
     """
     pin = get_pin(pin_name)
     check_compilers()  # before anything is downloaded
@@ -34,7 +36,7 @@ def run_build(
     with locked(build_dir(pin.name)):
         series_hash = sync_src(pin, discard_edits=discard_edits)
         wanted = targets or (TOOLS if tools_only else TOOLS + TESTS + libraries)
-        binaries = build_tools(pin, wanted, jobs=jobs, cuda=gpu)
+        binaries = build_tools(pin, wanted, jobs=jobs, cuda=gpu, portable=portable)
         if not targets and not tools_only:
             from cpp_patch.apply import load_all
 
