@@ -465,22 +465,13 @@ def build(tree: Path, folder: Path, arch: str, seconds: float) -> None:
                 raise BuildFailed(f"{' '.join(command[:2])} failed:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def not_found(library: Path) -> list[str]:
-    """Names of the libraries that the loader does not find for this one. Empty where there is no ldd to say it."""
-    try:
-        done = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False)
-    except OSError:
-        return []
-    return re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
-
-
 def find_libraries(folder: Path) -> None:
     """Adds to LD_LIBRARY_PATH the folders of the toolkit and of Python's packages that hold what libggml-cuda does not find by itself.
 
     A build that was brought along knows the folders of the machine that it was made on. Raises MissingTool if something is in none.
     """
     library = folder / "libggml-cuda.so"
-    lacking = not_found(library) if library.exists() else []
+    lacking = toolkit.not_found(library) if library.exists() else []
     if not lacking:
         return
     nvcc = toolkit.installed()
@@ -488,7 +479,7 @@ def find_libraries(folder: Path) -> None:
     places += [found for place in sys.path for found in sorted(Path(place).glob("nvidia/*/lib"))]
     added = list(dict.fromkeys(str(next(p for p in places if (p / name).exists())) for name in lacking if any((p / name).exists() for p in places)))
     os.environ["LD_LIBRARY_PATH"] = ":".join([*filter(None, [os.environ.get("LD_LIBRARY_PATH")]), *added])
-    if lacking := not_found(library):
+    if lacking := toolkit.not_found(library):
         hint = "libcuda.so.1 comes with the driver, the others with CUDA's toolkit: add their folder to LD_LIBRARY_PATH."
         raise MissingTool(f"{library} needs {', '.join(lacking)}, which the loader does not find", hint)
 

@@ -14,7 +14,7 @@ from packaging.version import Version
 from typer.testing import CliRunner
 
 from kvfmt.build import compile as compiling
-from kvfmt.build import cublas, cuda, nvcc, wheel
+from kvfmt.build import cublas, cuda, engine, nvcc, wheel
 from kvfmt.build import toolkit as toolkit_of
 from kvfmt.build.pins import get_pin
 from kvfmt.cli import app
@@ -240,6 +240,36 @@ def test_a_compiler_that_does_not_run_is_named(monkeypatch):
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
     with pytest.raises(MissingTool, match="CUDACXX=/nowhere/nvcc does not run"):
         cuda.find_nvcc()
+
+
+def _linked(folder: Path, name: str, needs: str) -> Path:
+    """A library that needs another one, which is gone."""
+    (folder / "gone.cpp").write_text("int gone() { return 1; }")
+    subprocess.run(["c++", "-shared", "-fPIC", f"-Wl,-soname,{needs}", folder / "gone.cpp", "-o", folder / needs], check=True)
+    (folder / "asks.cpp").write_text("int gone(); int asks() { return gone(); }")
+    subprocess.run(["c++", "-shared", "-fPIC", folder / "asks.cpp", folder / needs, "-o", folder / name], check=True)
+    (folder / needs).unlink()
+    return folder / name
+
+
+def test_a_wheel_that_does_not_load_here_is_not_installed(tmp_path, monkeypatch, capsys):
+    """Where no driver is, as on a machine that only compiles. What compiles and packs is left out; what is there is asked by the loader."""
+    build = cuda.CudaBuild("/nowhere/nvcc", "90")
+    library = _linked(tmp_path, "libggml-cuda.so", "libcuda-of-no-machine.so.1")
+    assert toolkit_of.not_found(library) == ["libcuda-of-no-machine.so.1"]
+    monkeypatch.setenv("KVFMT_BUILD", str(tmp_path / "build"))
+    monkeypatch.setattr(engine, "choose", lambda asked: build)
+    monkeypatch.setattr(engine, "sync_src", lambda pin, discard_edits: "deadbeef" * 8)
+    monkeypatch.setattr(engine, "build_tools", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(engine, "build_wheel", lambda pin, binaries, version, names: tmp_path / f"{version}.whl")
+    installed = []
+    monkeypatch.setattr(engine, "install_wheel", lambda made, version: installed.append(version))
+    engine.run_build(cuda_arch="90")
+    said = " ".join(capsys.readouterr().out.split())
+    assert not installed and "not installed, because nothing here has libcuda-of-no-machine.so.1" in said and ".cuda.whl" in said
+    shutil.copy(shutil.which("c++"), tmp_path / "libggml-cuda.so")  # of this system: it finds all that it needs
+    engine.run_build(cuda_arch="90")
+    assert len(installed) == 1 and installed[0].endswith(".cuda")
 
 
 def test_the_wheel_says_that_cuda_is_in_it():

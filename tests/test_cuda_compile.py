@@ -96,9 +96,11 @@ def _symbols(text: str) -> tuple[set[str], set[str]]:
     """Functions that the object has, and those that it asks of others, with their parameters."""
     has, asks = set(), set()
     for line in text.splitlines():
-        # a demangled name has spaces; its type is the last single letter
-        name, kind = re.match(r"(.*?) ([A-Za-z])(?: [0-9a-f]* ?[0-9a-f]*)?$", line).groups()
-        (asks if kind == "U" else has).add(name)
+        # name, kind, value, size; a demangled name has spaces
+        if defined := re.match(r"(.*?) [A-TV-Za-z] [0-9a-f]+ [0-9a-f]+$", line):
+            has.add(defined[1])
+        else:
+            asks.add(re.match(r"(.*?) [Uvw]\s*$", line)[1])
     return has, asks
 
 

@@ -245,7 +245,7 @@ def test_a_build_brought_along_finds_its_libraries_here(tmp_path, monkeypatch):
         gpu_check.find_libraries(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     gpu_check.find_libraries(tmp_path)
-    assert os.environ["LD_LIBRARY_PATH"].endswith(f":{package}") and not gpu_check.not_found(tmp_path / "libggml-cuda.so")
+    assert os.environ["LD_LIBRARY_PATH"].endswith(f":{package}") and not gpu_check.toolkit.not_found(tmp_path / "libggml-cuda.so")
 
 
 def test_a_build_without_a_compiler_says_so(tmp_path, monkeypatch):

@@ -33,6 +33,8 @@ LIBRARIES = ("llama", "mtmd", "ggml", "ggml-base", "ggml-cpu", "ggml-rpc")
 
 #: The library that a CUDA build has beside those.
 CUDA_LIBRARY = "ggml-cuda"
+#: Below a CUDA build's folder: what it was linked with where no toolkit has it.
+LIBRARIES_BESIDE = "libraries"
 
 # About 0.5 GB for both trees, objects and programs, measured; the rest is room for the compilers and for growth.
 FIRST_BUILD_BYTES = 2_000_000_000
@@ -119,7 +121,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _configure(source: Path, folder: Path, flags: tuple[str, ...], cuda: CudaBuild | None = None) -> None:
-    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *flags, *(cuda.flags(folder / "libraries") if cuda else ())]
+    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *flags, *(cuda.flags(folder / LIBRARIES_BESIDE) if cuda else ())]
     command.append(f"-DCMAKE_MAKE_PROGRAM={program('ninja')}")
     wanted = json.dumps({"command": command, "cc": os.environ.get("CC"), "cxx": os.environ.get("CXX")})
     stamp = folder / STAMP

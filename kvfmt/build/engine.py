@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvfmt.build import console
-from kvfmt.build.compile import CUDA_LIBRARY, LIBRARIES, TESTS, TOOLS, build_tools, check_compilers
+from kvfmt.build.compile import CUDA_LIBRARY, LIBRARIES, LIBRARIES_BESIDE, TESTS, TOOLS, build_tools, check_compilers
 from kvfmt.build.cuda import choose
 from kvfmt.build.lock import locked
 from kvfmt.build.paths import build_dir
 from kvfmt.build.pins import get_pin
+from kvfmt.build.toolkit import not_found
 from kvfmt.build.tree import sync_src
 from kvfmt.build.wheel import build_wheel, install_wheel, wheel_version
 
@@ -41,5 +44,17 @@ def run_build(
             from cpp_patch.apply import load_all
 
             version = wheel_version(pin, series_hash, patched=bool(load_all(pin)), cuda=gpu is not None)
-            install_wheel(build_wheel(pin, binaries, version, libraries), version)
+            wheel = build_wheel(pin, binaries, version, libraries)
+            if gpu and (lacking := not_found(binaries / f"lib{CUDA_LIBRARY}.so")):
+                _say_not_installed(wheel, lacking, binaries.parent / LIBRARIES_BESIDE / "stubs")
+            else:
+                install_wheel(wheel, version)
     console.step(f"tools: {binaries}")
+
+
+def _say_not_installed(wheel: Path, lacking: list[str], stubs: Path) -> None:
+    """A wheel that does not load here would leave this Python without llama_cpp."""
+    names = ", ".join(lacking)
+    console.step(f"not installed, because nothing here has {names} to load it with: {wheel}")
+    if "libcuda.so.1" in lacking and stubs.exists():
+        console.step(f"libcuda.so.1 comes with the driver; without one the programs start, on the CPU, with LD_LIBRARY_PATH={stubs}")

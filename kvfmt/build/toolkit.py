@@ -74,3 +74,12 @@ def flags(nvcc: Path, architectures: str, more: tuple[Path, ...] = ()) -> tuple[
         "-DGGML_CUDA_NCCL=OFF",
         f"-DCMAKE_INSTALL_RPATH={';'.join(['$ORIGIN', *map(str, (*library_folders(nvcc), *more))])}",
     )
+
+
+def not_found(library: Path) -> list[str]:
+    """Names of the libraries that the loader does not find for this one. Empty where there is no ldd to say it."""
+    try:
+        done = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False)
+    except OSError:
+        return []
+    return re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
