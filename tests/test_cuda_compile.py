@@ -167,8 +167,11 @@ def test_attention_reads_every_format_four_values_at_a_time(nvcc, patched, texts
         assert len(re.findall(r"\bld\.global", body)) <= 2 * 7 + 2, fmt.spec.name
 
 
-def test_nvcc_from_packages_compiles(patched, texts, tmp_path):
-    """The pinned packages serve a machine that has no CUDA toolkit."""
+def test_nvcc_from_packages_compiles_and_links(patched, texts, tmp_path):
+    """The pinned packages serve a machine that has no CUDA toolkit. CMake's first question to nvcc is a program."""
     nvcc = packaged()
     assert release(nvcc) == (13, 0)
     _compiled(nvcc, patched, texts, "ggml-cuda/set-rows.cu", "object", tmp_path)
+    (tmp_path / "program.cu").write_text("__global__ void kernel() {}\nint main() { kernel<<<1, 1>>>(); return cudaDeviceSynchronize() == cudaSuccess; }\n")
+    subprocess.run([nvcc, f"-arch={ARCH}", tmp_path / "program.cu", "-o", tmp_path / "program"], check=True)
+    assert subprocess.run([tmp_path / "program"], check=False).returncode in (0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -34,6 +35,10 @@ def packaged() -> Path:
     found = next(target.glob("nvidia/*/bin/nvcc"), None)
     if found is None or release(found) is None:
         raise MissingTool(f"the packages of {NVCC.name} have no nvcc that runs on this system", hint)
+    home = found.parent.parent
+    with contextlib.suppress(FileExistsError):
+        # where nvcc looks for what every program is linked with; the packages have it in lib
+        (home / "lib64").symlink_to("lib")
     return found
 
 
