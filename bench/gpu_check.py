@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Iterator
 
 from cpp_patch.apply import hash_all, load_all
-from kvfmt.build import toolkit
+from kvfmt.build import cublas, toolkit
 from kvfmt.build.files import write_whole
 from kvfmt.build.flags import FLAGS
 from kvfmt.build.pins import get_pin
@@ -434,8 +434,16 @@ def build(tree: Path, folder: Path, arch: str, seconds: float) -> None:
     if not nvcc:
         hint = "Install it, name it in CUDACXX, or give --bin."
         raise MissingTool(f"nvcc of CUDA {toolkit.OLDEST} or later is missing, and without --bin there is nothing to compile with", hint)
+    packaged = None
+    if "cublas" in cublas.lacking(nvcc):
+        major = toolkit.release(nvcc)[0]
+        packaged = cublas.of_packages(major, sys.path)
+        if not packaged:
+            hint = f"Install the whole toolkit, run this with a Python that has the package nvidia-cublas of CUDA {major}, or give --bin."
+            raise MissingTool(f"the toolkit of {nvcc} has no cuBLAS, and without --bin it is needed to link with", hint)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    flags = [*FLAGS, *toolkit.flags(nvcc, arch)]
+    more = (packaged / "lib",) if packaged else ()
+    flags = [*FLAGS, *toolkit.flags(nvcc, arch, more), *cublas.flags(nvcc, packaged, folder / "libraries")]
     until = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
@@ -457,13 +465,35 @@ def build(tree: Path, folder: Path, arch: str, seconds: float) -> None:
                 raise BuildFailed(f"{' '.join(command[:2])} failed:\n{log.read_text(errors='replace')[-3000:]}")
 
 
+def find_libraries(folder: Path) -> None:
+    """Adds to LD_LIBRARY_PATH the folders of the toolkit and of Python's packages that hold what libggml-cuda does not find by itself.
+
+    A build that was brought along knows the folders of the machine that it was made on. Raises MissingTool if something is in none.
+    """
+    library = folder / "libggml-cuda.so"
+    lacking = toolkit.not_found(library) if library.exists() else []
+    if not lacking:
+        return
+    nvcc = toolkit.installed()
+    places = toolkit.folders(nvcc) if nvcc else []
+    places += [found for place in sys.path for found in sorted(Path(place).glob("nvidia/*/lib"))]
+    added = list(dict.fromkeys(str(next(p for p in places if (p / name).exists())) for name in lacking if any((p / name).exists() for p in places)))
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*filter(None, [os.environ.get("LD_LIBRARY_PATH")]), *added])
+    if lacking := toolkit.not_found(library):
+        hint = "libcuda.so.1 comes with the driver, the others with CUDA's toolkit: add their folder to LD_LIBRARY_PATH."
+        raise MissingTool(f"{library} needs {', '.join(lacking)}, which the loader does not find", hint)
+
+
 def missing(options: argparse.Namespace) -> list[str]:
     """What was not given or is not there, a line each."""
-    wanted = [("--model", options.model, "a GGUF file such as SmolLM2 (`kvfmt models fetch`)"), ("--text", options.text, "a text to score")]
+    wanted = []
+    if options.model or options.text:
+        wanted += [("--model", options.model, "a GGUF file such as SmolLM2 (`kvfmt models fetch`)"), ("--text", options.text, "a text to score")]
     if options.bin:
         wanted += [("--bin", options.bin / name, "a program of the build") for name in TARGETS]
         wanted += [("--bin", options.bin / "libggml-base.so", "a library of the build")]
-    wanted += [("--tree", options.tree / "ggml" / "src" / "ggml-cuda" / "kvq.cuh" if options.tree else None, "the patched llama.cpp")]
+    else:
+        wanted += [("--tree", options.tree / "ggml" / "src" / "ggml-cuda" / "kvq.cuh" if options.tree else None, "the patched llama.cpp")]
     return [f"{flag}: {what}" + (f", {path} is not there" if path else "") for flag, path, what in wanted if not path or not path.exists()]
 
 
@@ -472,18 +502,19 @@ def type_bits(golden: list[Golden]) -> dict[str, float]:
     return {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5} | {g.name: 8 * g.facts["size"] / g.facts["block"] for g in golden}
 
 
-def pairs_of(tree: Path) -> list[str]:
-    """The pairs of the tree's template instances."""
-    folder = tree / "ggml" / "src" / "ggml-cuda" / "template-instances"
-    return sorted(p.stem.removeprefix("kvq-fattn-vec-instance-") for p in folder.glob("kvq-fattn-vec-instance-*.cu"))
+def compiled_pairs() -> list[str]:
+    """The pairs whose template instances the patches of this repository add."""
+    names = {Path(file).name for _, series in load_all(get_pin()) for file in series.files}
+    found = [match[1] for name in names if (match := re.fullmatch(r"kvq-fattn-vec-instance-(.+)\.cu", name))]
+    return sorted(found)
 
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench/gpu_check.sh", description="The checks that need a GPU.")
-    parser.add_argument("--tree", type=Path, help="the patched llama.cpp, build/<pin>/src/vendor/llama.cpp of a `kvfmt build`")
+    parser.add_argument("--tree", type=Path, help="the patched llama.cpp, build/<pin>/src/vendor/llama.cpp of a `kvfmt build`; not needed with --bin")
     parser.add_argument("--bin", type=Path, help="programs and libraries of a finished CUDA build; without it one is made")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu-check", help="where the build goes")
-    parser.add_argument("--model", type=Path, help="scored and timed")
+    parser.add_argument("--model", type=Path, help="scored and timed; without it both are left out")
     parser.add_argument("--speed-model", type=Path, help="timed instead, where that should be a larger one")
     parser.add_argument("--text", type=Path, help="scored")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
@@ -515,6 +546,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.bin:
             build(options.tree, options.work, options.arch or facts["compute_cap"].replace(".", ""), until - time.monotonic())
         took = time.monotonic() - took
+        if not rehearsal:
+            find_libraries(folder)
     except KvfmtError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -524,11 +557,12 @@ def main(arguments: list[str] | None = None) -> int:
         "gpu": facts,
         "rehearsal": rehearsal,
         "build": {"pin": get_pin().name, "series": hash_all(load_all(get_pin())), "compiled_here_s": None if options.bin else round(took, 1)},
-        "model": {"file": options.model.name, "sha256": hashlib.sha256(options.model.read_bytes()).hexdigest()},
-        "text_sha256": hashlib.sha256(options.text.read_bytes()).hexdigest(),
     }
+    if options.model:
+        check.report["model"] = {"file": options.model.name, "sha256": hashlib.sha256(options.model.read_bytes()).hexdigest()}
+        check.report["text_sha256"] = hashlib.sha256(options.text.read_bytes()).hexdigest()
     check.save()
-    pairs = pairs_of(options.tree)
+    pairs = compiled_pairs()
     scale = REHEARSAL if rehearsal else Scale()
     caches = list(scale.caches)
     stock = [cache.replace("/", "-") for cache in STOCK]
@@ -538,8 +572,14 @@ def main(arguments: list[str] | None = None) -> int:
         return verdict(check.report)
     chosen = [*stock, *pairs] if scale.all_pairs else pairs[-1:]
     check.step("operations", 30, lambda found: check.all_operations(found, pairs))
-    check.step("fidelity", 30, lambda found: check.fidelity(found, str(options.model), str(options.text), caches[1:], scale.chunks, scale.singly))
-    check.step("speed", 30, lambda found: check.speed(found, str(timed), caches, scale.depths, scale.rounds))
+    if options.model:
+        check.step("fidelity", 30, lambda found: check.fidelity(found, str(options.model), str(options.text), caches[1:], scale.chunks, scale.singly))
+    else:
+        check.report["fidelity"] = {"left_out": "no --model"}
+    if timed:
+        check.step("speed", 30, lambda found: check.speed(found, str(timed), caches, scale.depths, scale.rounds))
+    else:
+        check.report["speed"] = {"left_out": "no --model"}
     if not rehearsal:
         check.step("sanitizer", 20, check.sanitizer)
     check.step("bandwidth", 20, lambda found: check.bandwidth(found, type_bits(golden), chosen, None if rehearsal else peak_bandwidth()))

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # The checks that need a GPU, in at most 8 minutes on one data-centre GPU with 16 cores; writes one JSON.
 #
-#   bench/gpu_check.sh --tree LLAMA --model GGUF --text TEXT [--out JSON] [--bin DIR] [--arch 90] [--minutes 8]
+#   bench/gpu_check.sh (--bin DIR | --tree LLAMA) [--model GGUF --text TEXT] [--out JSON] [--arch 90] [--minutes 8]
 #
-# Nothing is downloaded. On a machine with a network, `kvfmt build` makes the tree (build/<pin>/src/vendor/llama.cpp) and
-# `kvfmt models fetch` the model; take this repository, the tree and both files along. The machine needs a driver and Python 3.11.
-# --bin names the programs of a build (`kvfmt build --cuda-arch 90` needs no GPU: build/<pin>/cmake-cuda/bin), which needs cuBLAS
-# there and a processor like the one that it was made on. Without it nvcc, cuBLAS, cmake and a C++ compiler make one first: that counts
-# in --minutes, can take all of 8, and goes on where it was when the same command is run again.
+# Nothing is downloaded. The machine needs a driver and Python 3.11; take this repository along, and either
+#
+#   --bin DIR      the programs of a build that was made elsewhere, where no GPU is needed:
+#                  kvfmt build --cuda-arch 90 --portable --targets test-backend-ops,llama-bench,llama-perplexity
+#                  (build/<pin>/cmake-cuda/bin). cuBLAS and CUDA's runtime are found in the toolkit or the Python packages that are there.
+#   --tree LLAMA   the patched llama.cpp (build/<pin>/src/vendor/llama.cpp), to compile there with nvcc, cuBLAS (of the toolkit, or Python's
+#                  package of it), cmake and a C++ compiler. That counts in --minutes, and goes on where it was when run again.
+#
+# `kvfmt models fetch` brings a model. Without --model what needs one is left out, and so named.
 #
 # The JSON is written after every result. A step that fails, crashes or runs out of time keeps what it found, and the next one runs.
 set -euo pipefail

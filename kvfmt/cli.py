@@ -59,8 +59,9 @@ def build(
     tools_only: bool = typer.Option(False, help="no upstream tests and no wheel"),
     jobs: Optional[int] = typer.Option(None, "--jobs", "-j", min=1, help="compilers at a time"),
     discard_edits: bool = typer.Option(False, help="overwrite patched files that were edited by hand in build/"),
-    cuda: bool = typer.Option(False, "--cuda", help="with the backend for NVIDIA GPUs; needs nvcc and cuBLAS"),
+    cuda: bool = typer.Option(False, "--cuda", help="with the backend for NVIDIA GPUs; nvcc and cuBLAS are fetched where no toolkit has them"),
     cuda_arch: Optional[str] = typer.Option(None, help="GPU architectures such as '80;86;90'; implies --cuda; default: those of the GPUs here"),
+    portable: bool = typer.Option(False, help="for other processors than the one here too: slower on the CPU"),
 ) -> None:
     """Fetch llama.cpp, patch it, compile it, and install llama-cpp-python from the same tree."""
     from kvfmt.build.engine import run_build
@@ -73,6 +74,7 @@ def build(
         discard_edits=discard_edits,
         cuda=cuda,
         cuda_arch=cuda_arch,
+        portable=portable,
     )
 
 

@@ -14,9 +14,10 @@ import pytest
 from build_cache import kept
 from conftest import PIN
 from cuda_sources import attention_instances, digest, included, sources
+from gguf import GGMLQuantizationType
 
 from cpp_patch.apply import load_series
-from cpp_patch.fattn_pairs import pairs
+from cpp_patch.fattn_pairs import HEADS, pairs
 from kvfmt import registry
 from kvfmt.build.nvcc import ensure_nvcc, packaged, release
 from kvfmt.build.paths import cache_dir
@@ -24,6 +25,8 @@ from kvfmt.build.paths import cache_dir
 ARCH = os.environ.get("KVFMT_CUDA_ARCH", "sm_80")
 #: Declares what ggml-cuda names of cuBLAS, whose package has half a gigabyte.
 STANDIN = Path(__file__).resolve().parent / "cuda"
+#: What is kept of an output, and the end of its name.
+KEPT_AS = {"object": "symbols", "ptx": "ptx"}
 #: So many results stay in the cache.
 KEPT = 200
 TOUCHED = sorted(f for f in load_series(PIN, "llama.cpp").files if f.endswith(".cu"))
@@ -50,7 +53,7 @@ def _flags(patched: Path) -> list[str]:
 
 
 def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind: str, tmp_path: Path, own: str | None = None) -> str:
-    """Output of nvcc for ggml/src/``name``, or for a text of the test's ``own`` in that place: the PTX, or nothing for an object.
+    """Output of nvcc for ggml/src/``name``, or for a text of the test's ``own`` in that place: the PTX, or an object's symbols as nm has them.
 
     Kept in the cache under all that it is made of.
     """
@@ -71,9 +74,10 @@ def _compiled(nvcc: Path, patched: Path, texts: dict[str, str], name: str, kind:
         )
         assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
         assert not re.search(r"kvq.*warning", done.stderr), done.stderr[:4000]
-        partial.write_text(out.read_text() if kind == "ptx" else "")
+        symbols = ["nm", "--extern-only", "--demangle", "--format=posix", out]
+        partial.write_text(out.read_text() if kind == "ptx" else subprocess.run(symbols, capture_output=True, text=True, check=True).stdout)
 
-    return kept(cache_dir() / "nvcc-tests", f"{Path(name).stem}-{made_of}.{kind}", KEPT, compile_to).read_text()
+    return kept(cache_dir() / "nvcc-tests", f"{Path(name).stem}-{made_of}.{KEPT_AS[kind]}", KEPT, compile_to).read_text()
 
 
 def test_the_series_touches_these():
@@ -85,6 +89,37 @@ def test_the_series_touches_these():
 @pytest.mark.parametrize("path", COMPILED, ids=lambda p: Path(p).name)
 def test_compiles(nvcc, patched, texts, tmp_path, path):
     _compiled(nvcc, patched, texts, path.removeprefix("ggml/src/"), "object", tmp_path)
+
+
+def _symbols(text: str) -> tuple[set[str], set[str]]:
+    """Functions that the object has, and those that it asks of others, with their parameters."""
+    has, asks = set(), set()
+    for line in text.splitlines():
+        # name, kind, value, size; a demangled name has spaces
+        if defined := re.match(r"(.*?) [A-TV-Za-z] [0-9a-f]+ [0-9a-f]+$", line):
+            has.add(defined[1])
+        else:
+            asks.add(re.match(r"(.*?) [Uvw]\s*$", line)[1])
+    return has, asks
+
+
+def test_what_the_objects_ask_of_ours_is_there(nvcc, patched, texts, tmp_path):
+    """Every kvq function that one of them calls is defined in another; the instances beside the first are alike but for the types."""
+    has, asks = set(), set()
+    for path in COMPILED:
+        own, wanted = _symbols(_compiled(nvcc, patched, texts, path.removeprefix("ggml/src/"), "object", tmp_path))
+        has |= own
+        asks |= wanted
+    first = pairs()[0]
+    ids = "(ggml_type){}, (ggml_type){}"
+    numbers = {kind.name.lower(): kind.value for kind in GGMLQuantizationType} | {fmt.spec.name: fmt.spec.type_id for fmt in registry.all_formats()}
+    instance = "void ggml_cuda_flash_attn_ext_vec_case<{}, {}>(ggml_backend_cuda_context&, ggml_tensor*)"
+    every = {instance.format(head, ids.format(numbers[p.k], numbers[p.v])) for p in pairs() for head in HEADS}
+    of_first = {instance.format(head, ids.format(numbers[first.k], numbers[first.v])) for head in HEADS}
+    assert of_first <= has, sorted(n for n in has if "vec_case" in n)[:5]
+    assert every <= asks, sorted(every - asks)[:5]
+    ours = {name for name in asks - every if "kvq" in name.lower()}
+    assert len(ours) > 5 and all(name.startswith("ggml_kvq") or name.startswith("ggml_is_kvq") for name in ours - has), sorted(ours - has)
 
 
 def _entries(ptx: str) -> dict[str, str]:
@@ -131,8 +166,11 @@ def test_attention_reads_every_format_four_values_at_a_time(nvcc, patched, texts
         assert len(re.findall(r"\bld\.global", body)) <= 2 * 7 + 2, fmt.spec.name
 
 
-def test_nvcc_from_packages_compiles(patched, texts, tmp_path):
-    """The pinned packages serve a machine that has no CUDA toolkit."""
+def test_nvcc_from_packages_compiles_and_links(patched, texts, tmp_path):
+    """The pinned packages serve a machine that has no CUDA toolkit. CMake's first question to nvcc is a program."""
     nvcc = packaged()
     assert release(nvcc) == (13, 0)
     _compiled(nvcc, patched, texts, "ggml-cuda/set-rows.cu", "object", tmp_path)
+    (tmp_path / "program.cu").write_text("__global__ void kernel() {}\nint main() { kernel<<<1, 1>>>(); return cudaDeviceSynchronize() == cudaSuccess; }\n")
+    subprocess.run([nvcc, f"-arch={ARCH}", tmp_path / "program.cu", "-o", tmp_path / "program"], check=True)
+    assert subprocess.run([tmp_path / "program"], check=False).returncode in (0, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -46,10 +48,15 @@ def test_one_bit_is_a_failure(cpu, capsys):
 
 
 def test_what_is_missing_is_said_at_once(tmp_path):
-    done = subprocess.run([SCRIPT, "--model", str(tmp_path / "no.gguf"), "--bin", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    for part in ("--model", "no.gguf is not there", "--text", "--tree", "llama-perplexity is not there", "Nothing is downloaded"):
-        assert part in done.stderr, done.stderr
+    def said(*arguments: str) -> str:
+        done = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and "Nothing is downloaded" in done.stderr
+        return done.stderr
+
+    text = said("--model", str(tmp_path / "no.gguf"), "--bin", str(tmp_path))
+    for part in ("--model", "no.gguf is not there", "--text", "llama-perplexity is not there"):
+        assert part in text, text
+    assert "--tree" not in text and "--tree" in said("--model", str(SCRIPT), "--text", str(SCRIPT))
     assert "kvfmt build" in subprocess.run([SCRIPT], capture_output=True, text=True, check=True).stdout
 
 
@@ -153,27 +160,33 @@ def test_a_cache_that_fails_leaves_the_others(tmp_path):
     assert found["turns"] == 2 and "kvq4/kvq4" in found["fault"] and "status 3" in found["fault"]
 
 
-def test_the_caches_are_ones_that_the_kernel_serves(patched):
-    assert sorted(p.name for p in pairs()) == gpu_check.pairs_of(patched)
+def test_the_caches_are_ones_that_the_kernel_serves():
+    assert sorted(p.name for p in pairs()) == gpu_check.compiled_pairs()
     assert {cache.replace("/", "-") for cache in gpu_check.OURS} <= {p.name for p in pairs()}
     bits = gpu_check.type_bits(gpu_check.recorded())
     for fmt in registry.all_formats():
         assert bits[fmt.spec.name] == fmt.spec.bits_per_value
 
 
-def _tools(folder: Path, monkeypatch, cmake: str) -> None:
-    """A PATH with a compiler that is never asked and a cmake that does this."""
-    for name, script in (("cmake", cmake), ("nvcc", "echo release 13.0,"), ("c++", "exit 1")):
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
+def _tools(folder: Path, monkeypatch, cmake: str, libraries: tuple[str, ...] = ("cudart", "cublas", "cublasLt", "cuda")) -> Path:
+    """A PATH with a compiler that is never asked, a cmake that does this, and a toolkit with these libraries; its nvcc."""
+    home = folder / "toolkit"
+    for part in ("bin", "lib64", "include"):
+        (home / part).mkdir(parents=True, exist_ok=True)
+    for library in libraries:
+        (home / "lib64" / f"lib{library}.so").touch()
+    (home / "include" / "cuda.h").write_text("CUresult CUDAAPI cuInit(unsigned int Flags);")
+    _script(folder / "cmake", cmake)
+    _script(folder / "c++", f'case "$*" in *libcuda.so*) exec {shutil.which("c++")} "$@" ;; esac; exit 1')
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{folder}:{home}/bin:/usr/bin:/bin")
+    return _script(home / "bin" / "nvcc", "echo release 13.0,")
 
 
 def test_a_build_that_fails_shows_its_end(tmp_path, monkeypatch):
-    _tools(tmp_path, monkeypatch, "echo no cuBLAS here; exit 3")
-    with pytest.raises(BuildFailed, match="no cuBLAS here"):
+    _tools(tmp_path, monkeypatch, "echo no ninja here; exit 3")
+    with pytest.raises(BuildFailed, match="no ninja here"):
         gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
 
 
@@ -190,13 +203,49 @@ def test_a_build_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path,
 
 
 def test_a_build_is_made_with_the_toolkit_that_is_there(tmp_path, monkeypatch):
-    _tools(tmp_path, monkeypatch, 'echo "$@"; exit 3')
-    with pytest.raises(BuildFailed, match=f"-DCMAKE_CUDA_COMPILER={tmp_path}/nvcc -DCMAKE_CUDA_ARCHITECTURES=90"):
+    nvcc = _tools(tmp_path, monkeypatch, 'echo "$@"; exit 3')
+    with pytest.raises(BuildFailed, match=f"-DCMAKE_CUDA_COMPILER={nvcc} -DCMAKE_CUDA_ARCHITECTURES=90"):
         gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
-    _script(tmp_path / "nvcc", "echo release 11.8,")
+    _script(nvcc, "echo release 11.8,")
     monkeypatch.setattr(gpu_check.toolkit, "USUAL_HOMES", ())
     with pytest.raises(MissingTool, match="nvcc of CUDA 12 or later is missing"):
         gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
+
+
+def test_a_toolkit_without_cublas_is_built_with_that_of_pythons_packages(tmp_path, monkeypatch):
+    """As where PyTorch is installed beside nvcc alone; the runtime and the driver's stub are found too."""
+    _tools(tmp_path, monkeypatch, 'echo "$@"; exit 3', libraries=())
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    with pytest.raises(MissingTool, match="has no cuBLAS") as error:
+        gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
+    assert "nvidia-cublas of CUDA 13" in error.value.hint
+    home = tmp_path / "site" / "nvidia" / "cu13"
+    for name in ("lib/libcublas.so.13", "lib/libcublasLt.so.13", "lib/libcudart.so.13", "include/cublas_v2.h"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    libraries = tmp_path / "work" / "libraries"
+    with pytest.raises(BuildFailed, match=f"{home}/lib -DCMAKE_LIBRARY_PATH={libraries} "):
+        gpu_check.build(tmp_path, tmp_path / "work", "90", 30)
+    assert (libraries / "libcublas.so").resolve() == home / "lib" / "libcublas.so.13"
+    assert {p.name for p in libraries.iterdir()} == {"libcublas.so", "libcublasLt.so", "libcudart.so", "stubs"}
+
+
+def test_a_build_brought_along_finds_its_libraries_here(tmp_path, monkeypatch):
+    """Real libraries: what was linked is no longer where it was, but among Python's packages; or nowhere, which is said by name."""
+    package = tmp_path / "site" / "nvidia" / "cu13" / "lib"
+    package.mkdir(parents=True)
+    source = tmp_path / "called.cpp"
+    source.write_text("int called() { return 7; }")
+    subprocess.run(["c++", "-shared", "-fPIC", "-Wl,-soname,libcublas.so.13", source, "-o", package / "libcublas.so.13"], check=True)
+    source.write_text("int called(); int calls() { return called(); }")
+    subprocess.run(["c++", "-shared", "-fPIC", source, package / "libcublas.so.13", "-o", tmp_path / "libggml-cuda.so"], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(MissingTool, match="needs libcublas.so.13, which the loader does not find"):
+        gpu_check.find_libraries(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    gpu_check.find_libraries(tmp_path)
+    assert os.environ["LD_LIBRARY_PATH"].endswith(f":{package}") and not gpu_check.toolkit.not_found(tmp_path / "libggml-cuda.so")
 
 
 def test_a_build_without_a_compiler_says_so(tmp_path, monkeypatch):

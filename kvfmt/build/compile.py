@@ -14,7 +14,7 @@ from pathlib import Path
 from kvfmt.build import console
 from kvfmt.build.cuda import CudaBuild, measured
 from kvfmt.build.fetch import require_space
-from kvfmt.build.flags import FLAGS, SANITIZED_FLAGS
+from kvfmt.build.flags import FLAGS, NATIVE, PORTABLE, SANITIZED_FLAGS
 from kvfmt.build.paths import build_dir
 from kvfmt.build.pins import Pin
 from kvfmt.errors import BuildFailed, MissingTool
@@ -33,6 +33,8 @@ LIBRARIES = ("llama", "mtmd", "ggml", "ggml-base", "ggml-cpu", "ggml-rpc")
 
 #: The library that a CUDA build has beside those.
 CUDA_LIBRARY = "ggml-cuda"
+#: Below a CUDA build's folder: what it was linked with where no toolkit has it.
+LIBRARIES_BESIDE = "libraries"
 
 # About 0.5 GB for both trees, objects and programs, measured; the rest is room for the compilers and for growth.
 FIRST_BUILD_BYTES = 2_000_000_000
@@ -74,10 +76,13 @@ def _answers(compiler: str) -> bool:
         return False
 
 
-def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None, cuda: CudaBuild | None = None) -> Path:
+def build_tools(
+    pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None, cuda: CudaBuild | None = None, portable: bool = False
+) -> Path:
     """Configures if need be, compiles the targets, returns the folder with programs and libraries.
 
-    A CUDA build has a folder of its own. An interrupted compilation goes on where it was.
+    A CUDA build has a folder of its own. A ``portable`` one runs on other processors than the one at hand. An interrupted compilation
+    goes on where it was.
     Raises MissingTool, NoSpace, BuildFailed.
     """
     home = build_dir(pin.name)
@@ -88,7 +93,7 @@ def build_tools(pin: Pin, targets: tuple[str, ...], *, jobs: int | None = None, 
     if first and cuda:
         needed += CUDA_BYTES * len(cuda.architectures.split(";"))
     require_space(home, needed, "Compiling llama.cpp")
-    _configure(home / "src" / "vendor" / "llama.cpp", folder, FLAGS, cuda)
+    _configure(home / "src" / "vendor" / "llama.cpp", folder, (*FLAGS, *(PORTABLE if portable else NATIVE)), cuda)
     _ninja(folder, targets, jobs)
     if cuda:
         for line in measured(folder).lines():
@@ -116,7 +121,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _configure(source: Path, folder: Path, flags: tuple[str, ...], cuda: CudaBuild | None = None) -> None:
-    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *flags, *(cuda.flags if cuda else ())]
+    command = [program("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja", *flags, *(cuda.flags(folder / LIBRARIES_BESIDE) if cuda else ())]
     command.append(f"-DCMAKE_MAKE_PROGRAM={program('ninja')}")
     wanted = json.dumps({"command": command, "cc": os.environ.get("CC"), "cxx": os.environ.get("CXX")})
     stamp = folder / STAMP

@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfmt.build import toolkit
-from kvfmt.build.toolkit import OLDEST, installed, release
+from kvfmt.build import console, cublas, nvcc, toolkit
+from kvfmt.build.toolkit import installed, release
 from kvfmt.errors import KvfmtError, MissingTool
 
 #: Object files of the backend, and ours among them.
@@ -23,29 +23,42 @@ _EXAMPLES = "80 (A100), 86 (RTX 30), 89 (RTX 40, L40S), 90 (H100, H200), 100 (B2
 
 @dataclass(frozen=True)
 class CudaBuild:
-    """What CMake is told: the compiler and its list of architectures, separated by semicolons."""
+    """The compiler, its list of architectures, separated by semicolons, and the folder of cuBLAS where the toolkit has none."""
 
     nvcc: str
     architectures: str
+    cublas: Path | None = None
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return toolkit.flags(Path(self.nvcc), self.architectures)
+    def flags(self, folder: Path) -> tuple[str, ...]:
+        """What CMake is told. Below the folder it finds the libraries that the toolkit lacks. Raises what cublas.flags raises."""
+        compiler = Path(self.nvcc)
+        more = (self.cublas / "lib",) if self.cublas else ()
+        return (*toolkit.flags(compiler, self.architectures, more), *cublas.flags(compiler, self.cublas, folder))
 
 
-def find_nvcc() -> str:
-    """The path of an installed toolkit's nvcc: the packaged one has no cuBLAS to link with. Raises MissingTool."""
+def find_nvcc() -> Path:
+    """nvcc of an installed toolkit that has cuBLAS or that the packaged cuBLAS fits, else the packaged nvcc; what $CUDACXX names in any case.
+
+    Raises MissingTool, and what nvcc.packaged raises.
+    """
     own = os.environ.get("CUDACXX")
     if own and not (shutil.which(own) and release(Path(own))):
         raise MissingTool(f"CUDACXX={own} does not run", "Set it to the nvcc of a CUDA toolkit, or unset it.")
     found = installed()
-    if not found:
-        raise MissingTool(
-            f"no CUDA toolkit of version {OLDEST} or later is installed: there is no nvcc",
-            "Install one, with cuBLAS, or set CUDACXX to its nvcc if it is at an unusual place. "
-            "Without a GPU in mind, `kvfmt build` alone is enough.",
-        )
-    return str(found)
+    if found and (own or "cublas" not in cublas.lacking(found) or _fits(found)):
+        return found
+    if found:
+        console.step(f"{found} has no cuBLAS, and the packaged one is of another release: nvcc is taken from packages too")
+    return nvcc.packaged()
+
+
+def find_cublas(compiler: Path) -> Path | None:
+    """The folder of the packaged cuBLAS if this toolkit has none and it fits; None if not. Raises what nvcc.packaged_cublas raises."""
+    return nvcc.packaged_cublas() if "cublas" in cublas.lacking(compiler) and _fits(compiler) else None
+
+
+def _fits(compiler: Path) -> bool:
+    return release(compiler)[0] == nvcc.cublas_major()
 
 
 def gpu_architectures() -> list[str]:
@@ -58,19 +71,17 @@ def gpu_architectures() -> list[str]:
     return sorted({major + minor for major, minor in found}, key=int)
 
 
-def known_architectures(nvcc: str) -> list[str]:
+def known_architectures(compiler: Path) -> list[str]:
     """What this nvcc compiles for; empty if it does not say."""
-    done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False)
+    done = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True, check=False)
     return sorted(set(re.findall(r"compute_(\d+)\b", done.stdout)), key=int)
 
 
-def choose(asked: str | None) -> CudaBuild:
-    """The build for ``asked`` ("80;86;90", also with commas; "native"), or without it for the GPUs of this machine.
+def architectures(asked: str | None) -> list[str]:
+    """What ``asked`` names ("80;86;90", also with commas; "native"), or without it the architectures of the GPUs of this machine.
 
-    Raises MissingTool without nvcc, KvfmtError if there is no GPU to go by, if an entry is no architecture, or if nvcc does not
-    know it.
+    Raises KvfmtError if there is no GPU to go by, or if an entry is no architecture.
     """
-    nvcc = find_nvcc()
     wanted = [part.strip() for part in re.split(r"[;,]", asked or "native") if part.strip()]
     if wanted == ["native"]:
         wanted = gpu_architectures()
@@ -81,14 +92,29 @@ def choose(asked: str | None) -> CudaBuild:
             )
     if not wanted:
         raise KvfmtError(f"--cuda-arch: {asked!r} names no CUDA architecture", f"Numbers, separated by semicolons: {_EXAMPLES}.")
-    known = known_architectures(nvcc)
     for entry in wanted:
-        match = _ARCHITECTURE.fullmatch(entry)
-        if not match:
+        if not _ARCHITECTURE.fullmatch(entry):
             raise KvfmtError(f"--cuda-arch: {entry!r} is no CUDA architecture", f"Numbers, separated by semicolons: {_EXAMPLES}.")
-        if known and match[1] not in known:
-            raise KvfmtError(f"--cuda-arch: {nvcc} does not compile for {entry}", f"It knows {', '.join(known)}.")
-    return CudaBuild(nvcc, ";".join(wanted))
+    return wanted
+
+
+def check_known(wanted: list[str], compiler: Path) -> None:
+    """Raises KvfmtError if this nvcc does not compile for one of the architectures."""
+    known = known_architectures(compiler)
+    for entry in wanted:
+        if known and _ARCHITECTURE.fullmatch(entry)[1] not in known:
+            raise KvfmtError(f"--cuda-arch: {compiler} does not compile for {entry}", f"It knows {', '.join(known)}.")
+
+
+def choose(asked: str | None) -> CudaBuild:
+    """The build for what is asked for, which is checked before anything is downloaded.
+
+    Raises what :func:`architectures`, :func:`check_known`, :func:`find_nvcc` and :func:`find_cublas` raise.
+    """
+    wanted = architectures(asked)
+    compiler = find_nvcc()
+    check_known(wanted, compiler)
+    return CudaBuild(str(compiler), ";".join(wanted), find_cublas(compiler))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ _COMMON = (
     "-DLLAMA_OPENSSL=OFF",
 )
 FLAGS = (*_COMMON, "-DLLAMA_BUILD_TESTS=ON", "-DGGML_RPC=ON")
+#: Beside FLAGS: for the processor at hand, which is CMake's own choice (whatever an earlier run was told), or for any x86-64 since 2013
+#: (or, elsewhere, for what the compiler takes by itself). Named one by one: CMake keeps what it chose for the processor at hand.
+NATIVE = ("-UGGML_NATIVE",)
+PORTABLE = ("-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")))
 #: Only libllama and the CPU backend. The libraries' own checks of indices are on as well; optimized little, to compile fast.
 SANITIZED_FLAGS = (
     *_COMMON,

@@ -13,6 +13,7 @@ OLDEST = 12
 USUAL_HOMES = ("/usr/local/cuda", "/opt/cuda")
 
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
+_TOP = re.compile(r"^#\$ TOP=(\S.*?)\s*$", re.MULTILINE)
 
 
 def release(nvcc: Path) -> tuple[int, int] | None:
@@ -35,20 +36,35 @@ def installed() -> Path | None:
     return None
 
 
+def home_of(nvcc: Path) -> Path:
+    """The toolkit's folder, also where nvcc is a link to the toolkit's, or a script that calls it, such as /usr/local/bin/nvcc."""
+    try:
+        # prints what it would do, and its own folder, without looking at the file
+        done = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False)
+    except OSError:
+        said = None
+    else:
+        said = _TOP.search(done.stderr + done.stdout)
+    return Path(said[1]).resolve() if said else Path(shutil.which(nvcc) or nvcc).resolve().parent.parent
+
+
+def folders(nvcc: Path) -> list[Path]:
+    """Folders of the toolkit of this nvcc that may hold libraries."""
+    home = home_of(nvcc)
+    return [place for place in (home / "lib64", home / "lib", *sorted(home.glob("targets/*/lib"))) if place.is_dir()]
+
+
 def library_folders(nvcc: Path) -> list[Path]:
     """Folders of the toolkit of this nvcc that hold cuBLAS or the runtime to link with."""
-    found = shutil.which(nvcc)
-    home = Path(found or nvcc).resolve().parent.parent
-    folders = [home / "lib64", home / "lib", *sorted(home.glob("targets/*/lib"))]
-    with_libraries = [folder.resolve() for folder in folders if any(folder.glob("libcublas.so*")) or any(folder.glob("libcudart.so*"))]
+    with_libraries = [place.resolve() for place in folders(nvcc) if any(place.glob("libcublas.so*")) or any(place.glob("libcudart.so*"))]
     return list(dict.fromkeys(with_libraries))
 
 
-def flags(nvcc: Path, architectures: str) -> tuple[str, ...]:
+def flags(nvcc: Path, architectures: str, more: tuple[Path, ...] = ()) -> tuple[str, ...]:
     """What CMake is told of a CUDA build; architectures are separated by semicolons.
 
-    The toolkit's libraries are found where they were linked: not every toolkit is among the system's own folders, and the build's
-    programs otherwise look beside themselves alone.
+    The toolkit's libraries, and those in ``more`` folders, are found where they were linked: not every toolkit is among the system's own
+    folders, and the build's programs otherwise look beside themselves alone.
     """
     return (
         "-DGGML_CUDA=ON",
@@ -56,5 +72,14 @@ def flags(nvcc: Path, architectures: str) -> tuple[str, ...]:
         f"-DCMAKE_CUDA_ARCHITECTURES={architectures}",
         # Only of use with several GPUs, and found or not by chance.
         "-DGGML_CUDA_NCCL=OFF",
-        f"-DCMAKE_INSTALL_RPATH={';'.join(['$ORIGIN', *map(str, library_folders(nvcc))])}",
+        f"-DCMAKE_INSTALL_RPATH={';'.join(['$ORIGIN', *map(str, (*library_folders(nvcc), *more))])}",
     )
+
+
+def not_found(library: Path) -> list[str]:
+    """Names of the libraries that the loader does not find for this one. Empty where there is no ldd to say it."""
+    try:
+        done = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False)
+    except OSError:
+        return []
+    return re.findall(r"^\s*(\S+) => not found", done.stdout, re.MULTILINE)
