@@ -24,7 +24,7 @@ from kvfmt.blas import one_thread
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import FLAT, KeyMaps, Layout, key_maps
 from kvfmt.moments import LayerStatistics, Moments
-from kvfmt.profile import LayerMaps, Profile, fingerprint_of, formats_of, layers_of, read_model
+from kvfmt.profile import LARGEST_SCALE, LEAST_SCALE, LayerMaps, Profile, fingerprint_of, formats_of, layers_of, read_model
 from kvfmt.reach import spans_to, turned_moments
 from kvfmt.runtime import UBATCH, LoadedModel
 from kvfmt.subjects import ModelFile, Text
@@ -396,7 +396,7 @@ def stored_maps(maps: KeyMaps, statistics: LayerStatistics) -> LayerMaps:
     mean = None if maps.mean is None else maps.mean.astype(np.float32)
     if maps.scale is not None and rotation_size(maps.scale.shape[1], keys=True) > 1:
         even = (maps.scale == maps.scale[:, :1]).all()
-        return LayerMaps(k_mean=mean, k_scale=None if even else maps.scale.astype(np.float32))
+        return LayerMaps(k_mean=mean, k_scale=None if even else np.clip(maps.scale, LEAST_SCALE, LARGEST_SCALE).astype(np.float32))
     with np.errstate(over="ignore"):
         key, query = maps.key.astype(np.float16), maps.query.astype(np.float16)
     if not (np.isfinite(key).all() and np.isfinite(query).all()) or rounding(key, query, maps, statistics) > ROUNDING:

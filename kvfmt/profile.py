@@ -50,8 +50,9 @@ ATTACHED, ATTACHED_BYTES = "kvfmt.attached.profile", "kvfmt.attached.profile_byt
 #: How far the product of a map and its inverse may be from the unit matrix, relative to the sizes of the terms that are summed:
 #: two roundings to f16 leave up to 2^-10.
 INVERSE = 0.005
-#: The least scale of a channel: queries are divided by it, and a device may flush smaller numbers to zero.
-LEAST_SCALE = float(np.finfo(np.float32).tiny)
+#: The least and the largest scale of a channel, and the largest size of a mean, which is of what an f16 cache holds: far beyond what
+#: calibration makes, far within what queries and keys bear in f32. llama.cpp holds a file to the same (llama-kv-profile.cpp).
+LEAST_SCALE, LARGEST_SCALE, LARGEST_MEAN = 2.0**-24, 2.0**24, 65504.0
 
 _TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.kv_(k_mean|k_scale|k_map|q_map|v_map|o_map|stat\.[a-z_]+)")
 _HEX16, _HEX64 = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
@@ -411,8 +412,9 @@ def _check_maps(layer: int, maps: LayerMaps, layout_k: str, layout_v: str) -> No
     for (one, a), (other, b) in zip(of_keys, of_keys[1:]):
         if a.shape != b.shape[:2]:
             raise ProfileError(f"layer {layer}: {one} is {a.shape}, {other} {b.shape}", "Both are of the same heads.")
-    if "k_scale" in there and not (there["k_scale"] >= LEAST_SCALE).all():
-        raise ProfileError(f"layer {layer}: k_scale has a value of {there['k_scale'].min():.3g}", f"A scale is positive, at least {LEAST_SCALE:.3g}: it is damaged.")
+    for name, least, largest in (("k_scale", LEAST_SCALE, LARGEST_SCALE), ("k_mean", -LARGEST_MEAN, LARGEST_MEAN)):
+        if name in there and (out := there[name][(there[name] < least) | (there[name] > largest)]).size:
+            raise ProfileError(f"layer {layer}: {name} has a value of {out[0]:.3g}", f"From {least:.3g} to {largest:.3g} is possible: it is damaged.")
     for forward, backward, transposed in (("k_map", "q_map", True), ("v_map", "o_map", False)):
         if forward not in there:
             continue

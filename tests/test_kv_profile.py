@@ -17,6 +17,7 @@ from converters.state import read as read_state
 from kvfmt import registry
 from kvfmt.bindings import cache_arguments, open_model
 from kvfmt.errors import KvfmtError
+from kvfmt.profile import LARGEST_MEAN, LARGEST_SCALE, LEAST_SCALE
 from kvfmt.transform import hadamard
 from random_profile import SPECS, Profile, facts_of, random_profile
 
@@ -568,9 +569,11 @@ REFUSALS = [
 
 LAYOUTS = P + "layout_k"
 SCALED_REFUSALS = [
-    (tensor("blk.1.kv_k_scale", poke(0)), r"blk.1.kv_k_scale: value 17 is 0; a scale is positive, at least 1.17549e-38"),
-    (tensor("blk.1.kv_k_scale", poke(-1.5)), "blk.1.kv_k_scale: value 17 is -1.5; a scale is positive"),
-    (tensor("blk.1.kv_k_scale", poke(1e-40)), "blk.1.kv_k_scale: value 17 is 9.99995e-41; a scale is positive"),
+    (tensor("blk.1.kv_k_scale", poke(0)), r"blk.1.kv_k_scale: value 17 is 0; a scale is from 5.96046e-08 to 1.67772e\+07"),
+    (tensor("blk.1.kv_k_scale", poke(-1.5)), "blk.1.kv_k_scale: value 17 is -1.5; a scale is from"),
+    (tensor("blk.1.kv_k_scale", poke(LEAST_SCALE * 0.999)), "blk.1.kv_k_scale: value 17 is 5.95.*e-08; a scale is from"),
+    (tensor("blk.1.kv_k_scale", poke(LARGEST_SCALE * 1.001)), r"blk.1.kv_k_scale: value 17 is 1.679.*e\+07; a scale is from"),
+    (tensor("blk.1.kv_k_mean", poke(-LARGEST_MEAN * 1.001)), "blk.1.kv_k_mean: value 17 is -65569.*; a mean key is at most 65504"),
     (tensor("blk.1.kv_k_scale", poke(np.inf)), "blk.1.kv_k_scale: value 17 is inf; a map is finite"),
     (tensor("blk.1.kv_k_mean", poke(np.nan)), "blk.1.kv_k_mean: value 17 is -?nan; a map is finite"),
     (tensor("blk.1.kv_k_scale", lambda data: data[:1]), r"blk.1.kv_k_scale has shape \[64, 1, 1, 1\], this model needs \[64, 2, 1, 1\]"),
