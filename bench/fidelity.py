@@ -136,10 +136,12 @@ def plot(results: dict, target: Path) -> None:
     from bench import plots
 
     looks = {"kvfmt, with a profile": (plots.FAMILIES["calibrated"], "o"), "kvfmt": (plots.OURS, "o"), "llama.cpp's own types": (plots.STOCK, "s")}
-    models = list(dict.fromkeys(r["model"] for r in results["records"]))
-    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 4.4), sharey=True, squeeze=False, layout="constrained")
-    for axis, model in zip(axes[0], models):
-        records = [r for r in results["records"] if r["model"] == model and r["title"] != "f16"]
+    panels: dict[str, list[dict]] = {}
+    for r in results["records"]:
+        if r["title"] != "f16":
+            panels.setdefault(r["model"], []).append(r)
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.4), sharey=True, squeeze=False, layout="constrained")
+    for axis, (model, records) in zip(axes[0], panels.items()):
         for kind, (colour, marker) in looks.items():
             shown = [(r["bits_without_maps"], *r["statistics"]["kld"]) for r in records if _kind(r) == kind]
             if shown:
@@ -152,11 +154,9 @@ def plot(results: dict, target: Path) -> None:
         axis.grid(True, which="major", alpha=0.3)
     axes[0][0].set_ylabel("mean KLD against the f16 cache (nats)\nlower is better")
     axes[0][-1].legend(fontsize=8, loc="upper right")
-    for axis, model in zip(axes[0], models):
-        # The colour says that a cache has a profile.
-        plots.spread_labels(axis, [
-            (r["bits_without_maps"], r["statistics"]["kld"][0], r["title"].split("@")[0]) for r in results["records"] if r["model"] == model and r["title"] != "f16"
-        ])
+    # Once all panels are drawn, which share an axis. The colour says that a cache has a profile.
+    for axis, records in zip(axes[0], panels.values()):
+        plots.spread_labels(axis, [(r["bits_without_maps"], r["statistics"]["kld"][0], r["title"].split("@")[0]) for r in records])
     figure.savefig(target, dpi=110)
     plt.close(figure)
 

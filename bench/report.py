@@ -187,7 +187,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
                  "64 and with all but 64 tokens prompt.",
                  "The noise floor is what a change without meaning does, the last bit of one stored value in 1,000: llama.cpp rounds "
                  "activations to 8 bits, which makes small differences larger. Nothing can be told from f16 below it.",
-                 f"Recall is the share of {_asked(methods)} values hidden in documents that greedy decoding gives back, with its standard error; "
+                 f"Recall is the share of {_asked()} values hidden in documents that greedy decoding gives back, with its standard error; "
                  "50 tokens is the share of 50 greedy tokens before the first that is another than the f16 cache's."],
                 [lab_table(methods)],
             )
@@ -241,7 +241,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     return found
 
 
-def _asked(rows: Sequence[Row]) -> str:
+def _asked() -> str:
     from bench.lab.experiment import ASKED, DOCUMENTS
 
     return str(ASKED * len(DOCUMENTS))
