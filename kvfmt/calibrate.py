@@ -9,6 +9,10 @@ the output of attention, o = sum p_i v_i, is off by sum p_i dl_i (v_i - o), whos
 So each pair of a query and a key weighs p_i^2 |v_i - o|^2: a key what its queries give it, a query what its keys do. The first token
 needs this most: its key, an attention sink, lies far from all others and takes much of the attention. Counted as one key
 in a thousand it is stored so badly that the maps do more harm than good.
+
+Values are weighed likewise for their centre: noise of v_i reaches the output times p_i, and grows with |v_i - c| if c is taken off
+before it is stored, so the best c is the mean with weights p_i^2. The first token decides it again: its value is small, and
+nearly the same in every text.
 """
 
 from __future__ import annotations
@@ -71,6 +75,7 @@ class _Layer:
         # The key at position 0 does not move in longer contexts: it has moments, and so a weight, of its own.
         self.anchor = Moments(heads, k_size)
         self.v, self.first = Moments(heads, v_size), Moments(heads, k_size)
+        self.asked_weight, self.asked_sum = np.zeros(heads), np.zeros((heads, v_size))
         self.tokens = self.queries = 0
         self.shift_free, self.rope = True, Rope()
 
@@ -89,9 +94,10 @@ class _Layer:
                     mean, second = turned_moments(mean, second, self.rope.frequencies, self.rope.adjacent, spans_to(length, reach))
                 parts.append((found.weight, mean, second))
         k_mean, k_second = _pooled(k_parts)
+        v_centre = self.asked_sum / np.where(self.asked_weight > 0, self.asked_weight, 1)[:, None]
         return LayerStatistics(
             self.tokens, self.queries, k_mean, k_second - k_mean[:, :, None] * k_mean[:, None, :], _pooled(q_parts)[1],
-            self.v.mean, self.v.second(), self.first.mean, self.shift_free, self.rope.rotated, self.rope.adjacent,
+            self.v.mean, self.v.second(), v_centre, self.first.mean, self.shift_free, self.rope.rotated, self.rope.adjacent,
         )
 
 
@@ -176,10 +182,15 @@ class Collector:
         for head in range(heads):
             weights = np.zeros(attention.keys.shape[1])
             of_queries = np.empty((group, asked.shape[1]))
+            squares = np.zeros_like(weights)
             for i in range(group):
-                pairs = attention.weights(head * group + i)
+                p = attention.probabilities(head * group + i)
+                squares += np.square(p).sum(axis=0, dtype=np.float64)
+                pairs = attention.weights(p, head)
                 weights += pairs.sum(axis=0, dtype=np.float64)
                 of_queries[i] = pairs.sum(axis=1, dtype=np.float64)
+            known.asked_weight[head] += squares.sum()
+            known.asked_sum[head] += squares @ attention.values[head].astype(np.float64)
             known.anchor.add_head(head, attention.keys[head][:1], weights[:1])
             weights[0] = 0
             k.add_head(head, attention.keys[head][weights > 0], weights[weights > 0])
@@ -223,10 +234,9 @@ class Attention:
         """Whether one number added to all logits of a query changes nothing."""
         return self.cap == 0 and self.sinks is None
 
-    def weights(self, head: int) -> np.ndarray:
-        """What the square of an error of each logit adds to that of the output, float32 [n, cells]: p^2 |v - o|^2."""
-        p = self.probabilities(head)
-        v = self.values[head // (len(self.queries) // len(self.keys))]
+    def weights(self, p: np.ndarray, kv_head: int) -> np.ndarray:
+        """What the square of an error of each logit adds to that of the output, float32 [n, cells]: p^2 |v - o|^2, from ``probabilities``."""
+        v = self.values[kv_head]
         o = p @ v
         away = (v * v).sum(axis=1)[None, :] - 2 * (o @ v.T) + (o * o).sum(axis=1)[:, None]
         return p * p * np.maximum(away, 0)
@@ -391,17 +401,19 @@ def stored_maps(maps: KeyMaps, statistics: LayerStatistics) -> LayerMaps:
     """Maps as a profile has them: f16, or f32 where their rounding would add to the error of a 4-bit type.
 
     A diagonal is stored as such where llama.cpp rotates heads of this size itself, and one that only says how large a head is not
-    at all: every block has a scale of its own.
+    at all: every block has a scale of its own. So it is with an order of channels, whose groups are mixed alike.
     """
-    mean = None if maps.mean is None else maps.mean.astype(np.float32)
-    if maps.scale is not None and rotation_size(maps.scale.shape[1], keys=True) > 1:
-        even = (maps.scale == maps.scale[:, :1]).all()
-        return LayerMaps(k_mean=mean, k_scale=None if even else np.clip(maps.scale, LEAST_SCALE, LARGEST_SCALE).astype(np.float32))
+    mean, v_mean = (None if found is None else found.astype(np.float32) for found in (maps.mean, maps.v_mean))
+    if maps.scale is not None and (maps.order is not None or rotation_size(maps.scale.shape[1], keys=True) > 1):
+        even = maps.order is None and (maps.scale == maps.scale[:, :1]).all()
+        scale = None if even else np.clip(maps.scale, LEAST_SCALE, LARGEST_SCALE).astype(np.float32)
+        order, mix = (None, None) if maps.order is None else (maps.order.astype(np.int32), maps.mix.astype(np.float32))
+        return LayerMaps(k_mean=mean, k_scale=scale, k_order=order, k_mix=mix, v_mean=v_mean)
     with np.errstate(over="ignore"):
         key, query = maps.key.astype(np.float16), maps.query.astype(np.float16)
     if not (np.isfinite(key).all() and np.isfinite(query).all()) or rounding(key, query, maps, statistics) > ROUNDING:
         key, query = maps.key.astype(np.float32), maps.query.astype(np.float32)
-    return LayerMaps(k_mean=mean, k_map=key, q_map=query)
+    return LayerMaps(k_mean=mean, k_map=key, q_map=query, v_mean=v_mean)
 
 
 def rounding(key: np.ndarray, query: np.ndarray, maps: KeyMaps, statistics: LayerStatistics) -> float:
@@ -438,7 +450,7 @@ def make_profile(
     profile = Profile(
         name=f"{subject.name}, keys {' and '.join(sorted({*layout_k} - {''})) or 'as they are'}, map {kind}{', centred' if centre else ''}",
         architecture=file.architecture, layers=layers, fingerprint=fingerprint_of(file),
-        layout_k=layout_k, layout_v=("",) * layers, formats=formats_of(layout_k),
+        layout_k=layout_k, layout_v=tuple(stored[layer].layout_v("") if layer in stored else "" for layer in range(layers)), formats=formats_of(layout_k),
         maps=stored,
         statistics=statistics, provenance={"map": kind, "centre": centre, **(provenance or {})},
     )

@@ -26,6 +26,8 @@ from kvfmt.policy import FLAT_LAYOUT
 from kvfmt.transform import hadamard
 
 MAPS = ("none", "pairs", "channels", "full")
+#: Those under which a channel is of one size in keys and in queries, which a layout that orders channels counts on.
+ORDERED = ("channels", "full")
 #: Least variance of a channel, relative to the mean of its head: one that never varied must not be scaled without bound.
 FLOOR = 1e-7
 #: How many times its size a head needs in tokens before half of what lies off the diagonal is believed.
@@ -65,20 +67,27 @@ class Layout:
     def matrices(self, spectrum: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(F, F^-T), float64 [d, d]: channels to what is stored, and the same for queries."""
         size = len(spectrum)
-        order = np.asarray(self.order(spectrum))
-        gains = np.asarray(self.gains(spectrum[order]), np.float64)
-        groups = self.groups(size)
-        if sorted(order) != list(range(size)) or sum(groups) != size or not (gains > 0).all() or not np.isfinite(gains).all():
-            raise ValueError(f"layout {self.name} does not lay out {size} channels")
+        order, gains, _ = self.parts(spectrum)
         mixed = np.zeros((size, size))
         start = 0
-        for group in groups:
+        for group in self.groups(size):
             mixed[start : start + group, start : start + group] = mixing(group)
             start += group
         forward, inverse = np.zeros((size, size)), np.zeros((size, size))
         forward[:, order] = mixed * gains
         inverse[:, order] = mixed / gains
         return forward, inverse
+
+    def parts(self, spectrum: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """What the matrices are made of: the channel of each slot, int [d], its factor, float64 [d], and the matrix that mixes every
+        group, float64 [g, g], None where they are not all of one size."""
+        size = len(spectrum)
+        order = np.asarray(self.order(spectrum))
+        gains = np.asarray(self.gains(spectrum[order]), np.float64)
+        groups = self.groups(size)
+        if sorted(order) != list(range(size)) or sum(groups) != size or not (gains > 0).all() or not np.isfinite(gains).all():
+            raise ValueError(f"layout {self.name} does not lay out {size} channels")
+        return order, gains, mixing(groups[0]) if len(set(groups)) == 1 else None
 
 
 #: For any type whose noise is the same in every slot: everything is spread over the whole head.
@@ -134,6 +143,9 @@ class KeyMaps:
     centred where the map does not centre): what uniform noise of unit relative size would do to a logit, squared.
     ``plain`` [H]: the same for a Hadamard alone. ``first_error`` and ``first_plain`` [H]: the same of the key at position 0,
     which may lie far from all others.
+
+    ``order`` int [H, d] and ``mix`` [g, g], with a diagonal map and a layout of equal groups: slot j of a head holds channel order[j],
+    scaled, and every g slots are mixed alike. ``v_mean`` [H, d_v]: taken off values before they are stored, or None.
     """
 
     mean: np.ndarray | None
@@ -144,6 +156,9 @@ class KeyMaps:
     first_error: np.ndarray
     first_plain: np.ndarray
     scale: np.ndarray | None = None
+    order: np.ndarray | None = None
+    mix: np.ndarray | None = None
+    v_mean: np.ndarray | None = None
 
 
 def logit_error(a: np.ndarray, inverse: np.ndarray, keys: np.ndarray, queries: np.ndarray) -> float:
@@ -223,14 +238,14 @@ def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "fu
     """The maps of a layer's keys. ``centre`` is ignored where the layer's softmax is not shift-invariant.
 
     Scaled so that stored keys have mean power 1. Raises UnknownName for an unknown ``kind``, KvfmtError for damaged statistics,
-    and for another than the full map with a layout other than FLAT.
+    and for a map other than ORDERED with a layout other than FLAT.
     """
-    if kind != "full" and layout is not FLAT:
-        raise KvfmtError(f"the channels of map '{kind}' are not of the size that layout {layout.name} counts on", "Use the full map.")
+    if kind not in ORDERED and layout is not FLAT:
+        raise KvfmtError(f"the channels of map '{kind}' are not of the size that layout {layout.name} counts on", "Use one of: " + ", ".join(ORDERED))
     centre = centre and statistics.shift_free
     seen = (statistics.k_cov if centre else statistics.k_moment()).astype(np.float64)
     plain_seen = statistics.k_moment().astype(np.float64)
-    key, query, errors, scales = [], [], [], []
+    key, query, errors, scales, orders = [], [], [], [], []
     for head in range(statistics.heads):
         asked = statistics.q_moment[head].astype(np.float64)
         a, inverse, spectrum = head_map(
@@ -245,12 +260,19 @@ def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "fu
             logit_error(unit, unit, np.outer(first, first), asked),
         ))
         forward, backward = layout.matrices(spectrum)
-        diagonal = np.diag(a)
+        order, gains, mix = layout.parts(spectrum)
+        diagonal = np.diag(a).copy()
+        diagonal[order] *= gains
         a, inverse = forward @ a, backward @ inverse
         power = np.sum((a @ seen[head]) * a) / len(a)
         scale = power**-0.5 if power > 0 else 1.0
         scales.append(diagonal * scale)
+        orders.append(order)
         key.append(a * scale)
         query.append(inverse / scale)
     mean = statistics.k_mean.astype(np.float64) if centre else None
-    return KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T, None if kind == "full" else np.stack(scales))
+    v_mean = statistics.v_centre.astype(np.float64) if centre else None
+    if kind == "full" or layout is not FLAT and mix is None:
+        return KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T, v_mean=v_mean)
+    ordered = (None, None) if layout is FLAT else (np.stack(orders), mix)
+    return KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T, np.stack(scales), *ordered, v_mean)

@@ -29,6 +29,7 @@ MOST_VALUES = 1 << 58
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 U32, STRING, ARRAY, U64 = 4, 8, 9, 10
 FLOATS = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2", GGMLQuantizationType.F64: "<f8"}
+INTEGERS = {GGMLQuantizationType.I32: "<i4"}
 
 
 class GgufError(KvfmtError):
@@ -80,11 +81,20 @@ class Tensor:
         """The values in the tensor's own float type, read-only, of that shape. Raises GgufError for other types and for a cut file."""
         if self.dtype is None:
             raise GgufError(f"tensor {self.name} has type {self.type_name}, not f16, f32 or f64", "This file was not made by kvfmt.")
-        size = math.prod(self.shape) * self.dtype.itemsize
+        return self._values(self.dtype)
+
+    def integers(self) -> np.ndarray:
+        """The values of an i32 tensor, read-only, of its shape. Raises GgufError for other types and for a cut file."""
+        if self.type_id not in INTEGERS:
+            raise GgufError(f"tensor {self.name} has type {self.type_name}, not i32", "This file was not made by kvfmt.")
+        return self._values(np.dtype(INTEGERS[self.type_id]))
+
+    def _values(self, dtype: np.dtype) -> np.ndarray:
+        size = math.prod(self.shape) * dtype.itemsize
         self._check_end(size)
         if size == 0:
-            return np.empty(self.shape, self.dtype)
-        return np.frombuffer(self.data, self.dtype, math.prod(self.shape), self.offset).reshape(self.shape)
+            return np.empty(self.shape, dtype)
+        return np.frombuffer(self.data, dtype, math.prod(self.shape), self.offset).reshape(self.shape)
 
 
 @dataclass(frozen=True)

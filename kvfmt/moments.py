@@ -59,7 +59,8 @@ class LayerStatistics:
 
     ``k_mean`` [H, d_k] and ``k_cov`` [H, d_k, d_k]: keys, weighed by what an error of theirs does (see calibrate.py), centred.
     ``q_moment`` [H, d_k, d_k]: mean of q q^T times the square of the attention scale, weighed likewise. ``v_mean`` [H, d_v],
-    ``v_moment`` [H, d_v, d_v]: values, all of one weight, not centred. ``k_first`` [H, d_k]: mean of the keys at position 0.
+    ``v_moment`` [H, d_v, d_v]: values, all of one weight, not centred. ``v_centre`` [H, d_v]: mean of the values, weighed by the square of
+    the attention that they get. ``k_first`` [H, d_k]: mean of the keys at position 0.
     ``tokens``: keys and values that were stored; ``queries``: queries of each KV head that were looked at, those of its whole group.
     ``shift_free``: adding one number to all logits of a query changes nothing, so keys may be centred; not so with a logit
     soft-cap or attention sinks. ``rotated``: values of a head that RoPE turns; ``adjacent``: it pairs 2i with 2i + 1 of
@@ -73,13 +74,14 @@ class LayerStatistics:
     q_moment: np.ndarray
     v_mean: np.ndarray
     v_moment: np.ndarray
+    v_centre: np.ndarray
     k_first: np.ndarray
     shift_free: bool
     rotated: int = 0
     adjacent: bool = False
 
     #: The arrays, and how many of their dimensions are a head's size: of K or of V.
-    ARRAYS = {"k_mean": ("k", 1), "k_cov": ("k", 2), "q_moment": ("k", 2), "v_mean": ("v", 1), "v_moment": ("v", 2), "k_first": ("k", 1)}
+    ARRAYS = {"k_mean": ("k", 1), "k_cov": ("k", 2), "q_moment": ("k", 2), "v_mean": ("v", 1), "v_moment": ("v", 2), "v_centre": ("v", 1), "k_first": ("k", 1)}
 
     @property
     def heads(self) -> int:

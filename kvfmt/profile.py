@@ -12,8 +12,18 @@ A layer whose layout of K is "scaled" has vectors and no matrices; R is llama.cp
     k' = R ((k - mean) * scale)           blk.{il}.kv_k_mean, kv_k_scale, or one of them
     q' = R (q / scale)
 
-In ggml's order maps are [d, d, KV heads], means and scales [d, KV heads]; here they are numpy's [H, d, d], row j of A at [h, j],
-and [H, d]. Maps contain whatever Hadamard they want. ``blk.{il}.kv_stat.*`` are the statistics that they were made from; llama.cpp
+One whose layout of K is a type that orders channels may have, in place of matrices, the channel of each slot; M mixes every g slots::
+
+    k' = M P ((k - mean) * scale)         blk.{il}.kv_k_order, kv_k_mix, kv_k_scale; kv_k_mean
+    q' = M P (q / scale)
+
+Values may be centred, since what attention does with them sums to one: with a map, or under R, where the layout of V is "scaled"::
+
+    v' = R (v - mean)                     blk.{il}.kv_v_mean
+    o  = R^T o' + mean
+
+In ggml's order maps are [d, d, KV heads], means, scales and orders [d, KV heads], M [g, g]; here they are numpy's [H, d, d], row j of A
+at [h, j], and [H, d]. Maps contain whatever Hadamard they want. ``blk.{il}.kv_stat.*`` are the statistics that they were made from; llama.cpp
 ignores them.
 """
 
@@ -39,7 +49,7 @@ from kvfmt.moments import LayerStatistics
 from kvfmt.policy import FLAT_LAYOUT, SCALED_LAYOUT, cache_type, known_types
 
 ARCHITECTURE = "kvfmt-profile"
-VERSION = 1
+VERSION = 2
 #: More layers than any model has: a damaged count must not be believed.
 MAX_LAYERS = 4096
 #: What llama.cpp and the bindings take in place of a file's name: the profile that the model's own file carries.
@@ -50,11 +60,13 @@ ATTACHED, ATTACHED_BYTES = "kvfmt.attached.profile", "kvfmt.attached.profile_byt
 #: How far the product of a map and its inverse may be from the unit matrix, relative to the sizes of the terms that are summed:
 #: two roundings to f16 leave up to 2^-10.
 INVERSE = 0.005
+#: The same of the matrix that mixes groups of channels, which is orthogonal and not rounded to f16.
+MIXING = 1e-5
 #: The least and the largest scale of a channel, and the largest size of a mean, which is of what an f16 cache holds: far beyond what
 #: calibration makes, far within what queries and keys bear in f32. llama.cpp holds a file to the same (llama-kv-profile.cpp).
 LEAST_SCALE, LARGEST_SCALE, LARGEST_MEAN = 2.0**-24, 2.0**24, 65504.0
 
-_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.kv_(k_mean|k_scale|k_map|q_map|v_map|o_map|stat\.[a-z_]+)")
+_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.kv_(k_mean|k_scale|k_order|k_mix|k_map|q_map|v_mean|v_map|o_map|stat\.[a-z_]+)")
 _HEX16, _HEX64 = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
 #: Where the statistics' numbers lie beside their arrays: lists with one entry a layer.
 _COUNTS = {"tokens": int, "queries": int, "shift_free": bool, "rotated": int, "adjacent": bool}
@@ -66,8 +78,8 @@ class ProfileError(KvfmtError):
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """What is applied in one layer; None where nothing is. Maps float16 or float32 [KV heads, d, d], mean and scale float32
-    [KV heads, d]."""
+    """What is applied in one layer; None where nothing is. Maps float16 or float32 [KV heads, d, d], means and scale float32, order int32
+    [KV heads, d], mix float32 [g, g], orthogonal."""
 
     k_mean: Optional[np.ndarray] = None
     k_map: Optional[np.ndarray] = None
@@ -75,10 +87,13 @@ class LayerMaps:
     v_map: Optional[np.ndarray] = None
     o_map: Optional[np.ndarray] = None
     k_scale: Optional[np.ndarray] = None
+    k_order: Optional[np.ndarray] = None
+    k_mix: Optional[np.ndarray] = None
+    v_mean: Optional[np.ndarray] = None
 
-    NAMES = ("k_mean", "k_scale", "k_map", "q_map", "v_map", "o_map")
-    #: Those that are [KV heads, d].
-    VECTORS = ("k_mean", "k_scale")
+    NAMES = ("k_mean", "k_scale", "k_order", "k_mix", "k_map", "q_map", "v_mean", "v_map", "o_map")
+    #: What they are, beside the maps.
+    VECTORS, ORDER, MIX = ("k_mean", "k_scale", "v_mean"), "k_order", "k_mix"
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Those that are there, by name."""
@@ -90,16 +105,20 @@ class LayerMaps:
 
     def layout_k(self, mapped: str) -> str:
         """What a profile calls the keys of this layer, whose matrix, if it has one, is of the layout ``mapped``."""
-        if self.k_map is not None:
+        if self.k_map is not None or self.k_order is not None:
             return mapped
-        return SCALED_LAYOUT if any(getattr(self, name) is not None for name in self.VECTORS) else ""
+        return SCALED_LAYOUT if self.k_mean is not None or self.k_scale is not None else ""
+
+    def layout_v(self, mapped: str) -> str:
+        """The same of its values."""
+        return mapped if self.v_map is not None else "" if self.v_mean is None else SCALED_LAYOUT
 
 
 @dataclass(frozen=True)
 class Profile:
     """A whole profile, checked. Sequences have one entry for each of the model's layers.
 
-    ``layout_k``, ``layout_v``: "" (nothing applied), "flat", "scaled" (K alone), or the quantized type that the channels were ordered for. ``types_k``, ``types_v``: cache
+    ``layout_k``, ``layout_v``: "" (nothing applied), "flat", "scaled", or the quantized type that the channels were ordered for. ``types_k``, ``types_v``: cache
     types, "" where a layer owns no KV; None: not decided here. ``maps``, ``statistics``: by layer. ``formats``: spec hash of every
     kvfmt format that a layout or type names. ``provenance``: what else is known of its making, by key after "kvfmt.profile.".
     """
@@ -222,7 +241,9 @@ class Profile:
         for layer, maps in sorted(self.maps.items()):
             heads, size_k, size_v = head_shape(file, layer)
             for name, array in maps.arrays().items():
-                size = size_v if name in ("v_map", "o_map") else size_k
+                if name == LayerMaps.MIX:
+                    continue  # held against the order's size
+                size = size_v if name.startswith(("v_", "o_")) else size_k
                 if array.shape[-1] != size:
                     refuse(f"layer {layer} has heads of {array.shape[-1]} in it, {size} in this model ({name})")
                 if heads is not None and len(array) != heads:
@@ -353,7 +374,7 @@ def _check(profile: Profile) -> None:
         if len(found) != n:
             raise ProfileError(f"{key} has {len(found)} entries for {n} layers", "It has one for each layer.")
         quantized = [name for name in known_types() if cache_type(name).is_quantized]
-        layouts = ("", FLAT_LAYOUT, *((SCALED_LAYOUT,) if key == "layout_k" else ()), *quantized)
+        layouts = ("", FLAT_LAYOUT, SCALED_LAYOUT, *quantized)
         known = ("", *known_types()) if key.startswith("types") else layouts
         for layer, name in enumerate(found):
             if name not in known:
@@ -382,25 +403,30 @@ def _check(profile: Profile) -> None:
 
 def _check_maps(layer: int, maps: LayerMaps, layout_k: str, layout_v: str) -> None:
     there = maps.arrays()
-    for what, layout, needed, of_side in (
-        ("K", layout_k, {"k_map", "q_map"}, {"k_map", "q_map", "k_mean", "k_scale"}),
-        ("V", layout_v, {"v_map", "o_map"}, {"v_map", "o_map"}),
+    for what, layout, vectors, maps_of, orders in (
+        ("K", layout_k, {"k_mean", "k_scale"}, {"k_map", "q_map"}, {"k_order", "k_mix", "k_scale"}),
+        ("V", layout_v, {"v_mean"}, {"v_map", "o_map"}, set()),
     ):
-        found = set(there) & of_side
-        if layout == SCALED_LAYOUT:
-            fits = bool(found) and found <= set(LayerMaps.VECTORS)
+        found = set(there) & (vectors | maps_of | orders)
+        optional = {name for name in vectors if name.endswith("mean")}
+        if not layout:
+            fits = not found
+        elif layout == SCALED_LAYOUT:
+            fits = bool(found) and found <= vectors
         else:
-            fits = needed <= found and "k_scale" not in found if layout else not found
+            fits = found - optional == maps_of or layout != FLAT_LAYOUT and bool(orders) and found - optional == orders
         if not fits:
             raise ProfileError(
                 f"layer {layer} has layout '{layout}' for {what}, and the tensors {sorted(found)}",
-                f"With 'scaled' it has one or both of {sorted(LayerMaps.VECTORS)}, with another layout {sorted(needed)}, without one none.",
+                f"With 'scaled' it has some of {sorted(vectors)}, with another layout {sorted(maps_of)}"
+                f"{f' or, where it orders channels, {sorted(orders)}' if orders else ''}, without one none.",
             )
+    mix = there.pop(LayerMaps.MIX, None)
     heads = {len(array) for array in there.values()}
     for name, array in there.items():
         is_vector = name in LayerMaps.VECTORS
-        types = ("float32",) if is_vector else ("float32", "float16")
-        dims = 2 if is_vector else 3
+        types = ("float32",) if is_vector else ("int32",) if name == LayerMaps.ORDER else ("float32", "float16")
+        dims = 2 if is_vector or name == LayerMaps.ORDER else 3
         if array.dtype.name not in types or array.ndim != dims or array.shape[-1] != array.shape[1] or len(heads) != 1 or array.size == 0:
             raise ProfileError(
                 f"layer {layer}: {name} is {array.dtype.name} {array.shape}",
@@ -408,11 +434,14 @@ def _check_maps(layer: int, maps: LayerMaps, layout_k: str, layout_v: str) -> No
             )
         if not np.isfinite(array).all():
             raise ProfileError(f"layer {layer}: {name} has values that are not finite", "It is damaged.")
-    of_keys = [(name, there[name]) for name in ("k_mean", "k_scale", "k_map") if name in there]
-    for (one, a), (other, b) in zip(of_keys, of_keys[1:]):
-        if a.shape != b.shape[:2]:
-            raise ProfileError(f"layer {layer}: {one} is {a.shape}, {other} {b.shape}", "Both are of the same heads.")
-    for name, least, largest in (("k_scale", LEAST_SCALE, LARGEST_SCALE), ("k_mean", -LARGEST_MEAN, LARGEST_MEAN)):
+    for names in (("k_mean", "k_scale", "k_order", "k_map"), ("v_mean", "v_map")):
+        of_side = [(name, there[name]) for name in names if name in there]
+        for (one, a), (other, b) in zip(of_side, of_side[1:]):
+            if a.shape != b.shape[:2]:
+                raise ProfileError(f"layer {layer}: {one} is {a.shape}, {other} {b.shape}", "Both are of the same heads.")
+    if mix is not None:
+        _check_order(layer, there[LayerMaps.ORDER], mix)
+    for name, least, largest in (("k_scale", LEAST_SCALE, LARGEST_SCALE), *((name, -LARGEST_MEAN, LARGEST_MEAN) for name in ("k_mean", "v_mean"))):
         if name in there and (out := there[name][(there[name] < least) | (there[name] > largest)]).size:
             raise ProfileError(f"layer {layer}: {name} has a value of {out[0]:.3g}", f"From {least:.3g} to {largest:.3g} is possible: it is damaged.")
     for forward, backward, transposed in (("k_map", "q_map", True), ("v_map", "o_map", False)):
@@ -427,6 +456,19 @@ def _check_maps(layer: int, maps: LayerMaps, layout_k: str, layout_v: str) -> No
             off = (np.abs(a @ other - np.eye(a.shape[1])) / np.maximum(np.abs(a) @ np.abs(other), 1)).max()
         if not off <= INVERSE:
             raise ProfileError(f"layer {layer}: {backward} does not undo {forward}: their product is {off:.3g} off", f"At most {INVERSE}: it is damaged.")
+
+
+def _check_order(layer: int, order: np.ndarray, mix: np.ndarray) -> None:
+    size = order.shape[1]
+    for head, channels in enumerate(order):
+        if not np.array_equal(np.sort(channels), np.arange(size)):
+            raise ProfileError(f"layer {layer}: k_order of head {head} does not name each of {size} channels once", "It is damaged.")
+    if mix.dtype != np.float32 or mix.ndim != 2 or mix.shape[0] != mix.shape[1] or not mix.size or size % len(mix):
+        raise ProfileError(f"layer {layer}: k_mix is {mix.dtype.name} {mix.shape}", f"float32, square, and a whole part of {size} channels was expected.")
+    with np.errstate(all="ignore"):
+        off = np.abs(mix.astype(np.float64) @ mix.T - np.eye(len(mix))).max()
+    if not off <= MIXING:
+        raise ProfileError(f"layer {layer}: k_mix is not orthogonal: its square is {off:.3g} off", f"At most {MIXING}: it is damaged.")
 
 
 def _read(file: GgufFile) -> Profile:
@@ -464,7 +506,7 @@ def _read(file: GgufFile) -> Profile:
             raise ProfileError(f"it has a tensor {name[:80]!r}", "No profile of this version has it.")
         what = match[2]
         target, what = (measured, what[5:]) if what.startswith("stat.") else (maps, what)
-        values = tensor.floats()
+        values = tensor.integers() if what == LayerMaps.ORDER else tensor.floats()
         target.setdefault(int(match[1]), {})[what] = values.astype(values.dtype.newbyteorder("="))
     counts = {}
     if measured:

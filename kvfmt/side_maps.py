@@ -1,6 +1,7 @@
 """What a profile does to heads of K or V before they are stored, and how it is undone: outside llama.cpp all go through here.
 
-Stored is A (k - mean), B v, or (k - mean) * scale; vectors mix no channels, so that llama.cpp's rotation still follows them.
+Stored is A (k - mean), B (v - mean), or (k - mean) * scale and v - mean, which mix no channels, so that llama.cpp's rotation still
+follows them; or M P ((k - mean) * scale), whose channels are ordered and mixed in groups.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ _QUIET = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ig
 @dataclass(frozen=True, eq=False)
 class SideMaps:
     """One side of one layer. ``mean``, ``scale`` float32 [H, d], ``forward`` A or B and ``backward``, its inverse, float16 or
-    float32 [H, d, d]; each may be None. Heads are [..., H, tokens, d]."""
+    float32 [H, d, d], or ``order`` int32 [H, d] and ``mix`` float32 [g, g]; each may be None. Heads are [..., H, tokens, d]."""
 
     mean: Optional[np.ndarray] = None
     scale: Optional[np.ndarray] = None
     forward: Optional[np.ndarray] = None
     backward: Optional[np.ndarray] = None
+    order: Optional[np.ndarray] = None
+    mix: Optional[np.ndarray] = None
 
     @classmethod
     def of(cls, maps: Optional[LayerMaps], keys: bool) -> Optional[SideMaps]:
@@ -34,14 +37,15 @@ class SideMaps:
             return None
         if keys:
             # q_map is A^-T.
-            found = cls(maps.k_mean, maps.k_scale, maps.k_map, None if maps.q_map is None else maps.q_map.transpose(0, 2, 1))
+            backward = None if maps.q_map is None else maps.q_map.transpose(0, 2, 1)
+            found = cls(maps.k_mean, maps.k_scale, maps.k_map, backward, maps.k_order, maps.k_mix)
         else:
-            found = cls(None, None, maps.v_map, maps.o_map)
+            found = cls(maps.v_mean, None, maps.v_map, maps.o_map)
         return found if found._arrays else None
 
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return tuple(array for array in (self.forward, self.mean, self.scale) if array is not None)
+        return tuple(array for array in (self.forward, self.mean, self.scale, self.order) if array is not None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,7 +55,7 @@ class SideMaps:
     @property
     def mixes(self) -> bool:
         """Whether a matrix mixes the channels of a head: then llama.cpp does not rotate it."""
-        return self.forward is not None
+        return self.forward is not None or self.order is not None
 
     @cached_property
     def undo(self) -> np.ndarray:
@@ -69,12 +73,14 @@ class SideMaps:
         Vectors act in float32, so that their results are llama.cpp's to the bit. A matrix acts in ``precision``; ``as_ggml``: what
         it is applied to is rounded to f16 first where it is f16, as llama.cpp does.
         """
-        x = heads.astype(precision if self.mixes else np.float32, copy=False)
+        x = heads.astype(precision if self.forward is not None else np.float32, copy=False)
         if self.mean is not None:
             x = x - self.mean[:, None, :]
         if self.scale is not None:
             x = x * self.scale[:, None, :]
-        if not self.mixes:
+        if self.order is not None:
+            return self._mixed(np.take_along_axis(x, self._slots(x), axis=-1), self.mix)
+        if self.forward is None:
             return x
         if as_ggml and self.forward.dtype == np.float16:
             x = x.astype(np.float16).astype(precision)
@@ -84,7 +90,24 @@ class SideMaps:
     @_QUIET
     def restore(self, heads: np.ndarray) -> np.ndarray:
         """What is stored, float32, turned back if it was rotated -> heads as they were, float32."""
-        x = np.matmul(heads, self.undo.transpose(0, 2, 1)) if self.mixes else heads
+        x = heads
+        if self.order is not None:
+            x = self._mixed(x, self.mix.T)
+            again = np.empty_like(x)
+            np.put_along_axis(again, self._slots(x), x, axis=-1)
+            x = again
+        elif self.forward is not None:
+            x = np.matmul(heads, self.undo.transpose(0, 2, 1))
         if self.scale is not None:
             x = x / self.scale[:, None, :]
         return x if self.mean is None else x + self.mean[:, None, :]
+
+    def _slots(self, x: np.ndarray) -> np.ndarray:
+        """The channel of each slot, for vectors [..., H, tokens, d]."""
+        return np.broadcast_to(self.order[:, None, :], x.shape)
+
+    @staticmethod
+    def _mixed(x: np.ndarray, mix: np.ndarray) -> np.ndarray:
+        """Every group of slots times the matrix."""
+        size = len(mix)
+        return np.matmul(x.reshape(*x.shape[:-1], -1, size), mix.T).reshape(x.shape).astype(np.float32, copy=False)
