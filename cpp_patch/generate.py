@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jinja2
 
-from kvfmt import registry
+from kvfmt import profile, registry
 from kvfmt.spec import BlockSpec
 
 from . import edits, fattn_pairs
@@ -97,6 +97,7 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     env.globals["formats"] = [FormatView(fmt.spec) for fmt in registry.all_formats()]
+    env.globals["profile_version"], env.globals["profile_mixing"] = profile.VERSION, profile.MIXING
     env.globals["pairs"] = fattn_pairs.pairs()
     env.globals["heads"] = fattn_pairs.HEADS
     return env
