@@ -414,7 +414,7 @@ def _check_maps(layer: int, maps: LayerMaps, layout_k: str, layout_v: str) -> No
         elif layout == SCALED_LAYOUT:
             fits = bool(found) and found <= vectors
         else:
-            fits = found - optional == maps_of or layout != FLAT_LAYOUT and bool(orders) and found - optional == orders
+            fits = found - optional in (maps_of, orders or maps_of)
         if not fits:
             raise ProfileError(
                 f"layer {layer} has layout '{layout}' for {what}, and the tensors {sorted(found)}",

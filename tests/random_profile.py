@@ -10,6 +10,7 @@ from typing import Any, Callable, Sequence
 import gguf
 import numpy as np
 from kvfmt import registry
+from kvfmt.profile import VERSION
 
 SPECS = {fmt.spec.name: fmt.spec for fmt in registry.all_formats()}
 
@@ -111,6 +112,7 @@ def random_profile(
     v: bool = True,
     mean: bool = True,
     scale: bool = False,
+    ordered: bool = False,
     layers: Sequence[int] | None = None,
     layout: str = "flat",
     types: tuple[Sequence[str], Sequence[str]] | None = None,
@@ -119,9 +121,10 @@ def random_profile(
     seed: int = 5,
     change: Callable[[Profile], None] | None = None,
 ) -> Profile:
-    """Random maps of the layers (default: all that own KV). Keys lie far from zero relative to what the maps see.
+    """Random maps of the layers (default: all that own KV). Keys and values lie far from zero relative to what the maps see.
 
-    ``layout`` "scaled": keys have vectors in place of matrices, a mean, a scale or both.
+    ``layout`` "scaled": both sides have vectors in place of matrices; keys a mean, a scale or both, values a mean. ``ordered``: keys have
+    an order, a scale and a matrix for every 16 slots in place of those for whole heads. ``mean`` is for both sides.
     """
     facts = facts_of(model)
     rng = np.random.default_rng(seed)
@@ -131,13 +134,13 @@ def random_profile(
     names = {name for side in (types or ()) for name in side} | {layout}
     profile.metadata = {
         "general.name": "random",
-        "kvfmt.profile.version": 1,
-        "kvfmt.profile.hash": hashlib.sha256(f"{seed} {k} {v} {mean} {mapped} {scaled and scale}".encode()).hexdigest(),
+        "kvfmt.profile.version": VERSION,
+        "kvfmt.profile.hash": hashlib.sha256(f"{seed} {k} {v} {mean} {mapped} {scaled and scale} {ordered}".encode()).hexdigest(),
         "kvfmt.profile.model.architecture": facts.arch,
         "kvfmt.profile.model.layers": facts.n_layer,
         "kvfmt.profile.model.fingerprint": facts.fingerprint,
         "kvfmt.profile.layout_k": [layout if k and il in mapped else "" for il in range(facts.n_layer)],
-        "kvfmt.profile.layout_v": [("flat" if scaled else layout) if v and il in mapped else "" for il in range(facts.n_layer)],
+        "kvfmt.profile.layout_v": [layout if v and (mean or not scaled) and il in mapped else "" for il in range(facts.n_layer)],
         "kvfmt.profile.formats": [f"{name}={SPECS[name].hash}" for name in sorted(names) if name in SPECS],
     }
     if types:
@@ -147,16 +150,24 @@ def random_profile(
         n_head = facts.heads_kv[il]
         if k:
             shape = (n_head, facts.head_k[il])
-            if not scaled:
+            matrices = not scaled and not ordered
+            if matrices:
                 a = np.stack([invertible(rng, facts.head_k[il], spread) for _ in range(n_head)])
             if mean:
                 profile.tensors[f"blk.{il}.kv_k_mean"] = rng.standard_normal(shape).astype(np.float32)
-            if not scaled:
+            if ordered:
+                profile.tensors[f"blk.{il}.kv_k_order"] = np.stack([rng.permutation(shape[1]) for _ in range(n_head)]).astype(np.int32)
+                profile.tensors[f"blk.{il}.kv_k_mix"] = np.linalg.qr(rng.standard_normal((16, 16)))[0].astype(np.float32)
+            if matrices:
                 profile.tensors[f"blk.{il}.kv_k_map"] = a.astype(dtype)
                 profile.tensors[f"blk.{il}.kv_q_map"] = np.linalg.inv(a).transpose(0, 2, 1).astype(dtype)
-            elif scale:
+            elif scale or ordered:
                 profile.tensors[f"blk.{il}.kv_k_scale"] = np.exp(rng.uniform(-spread, spread, shape)).astype(np.float32)
         if v:
+            if mean:
+                profile.tensors[f"blk.{il}.kv_v_mean"] = rng.standard_normal((n_head, facts.head_v[il])).astype(np.float32)
+            if scaled:
+                continue
             b = np.stack([invertible(rng, facts.head_v[il], spread) for _ in range(n_head)])
             profile.tensors[f"blk.{il}.kv_v_map"] = b.astype(dtype)
             profile.tensors[f"blk.{il}.kv_o_map"] = np.linalg.inv(b).astype(dtype)

@@ -17,7 +17,7 @@ from converters.state import read as read_state
 from kvfmt import registry
 from kvfmt.bindings import cache_arguments, open_model
 from kvfmt.errors import KvfmtError
-from kvfmt.profile import LARGEST_MEAN, LARGEST_SCALE, LEAST_SCALE
+from kvfmt.profile import LARGEST_MEAN, LARGEST_SCALE, LEAST_SCALE, VERSION
 from kvfmt.transform import hadamard
 from random_profile import SPECS, Profile, facts_of, random_profile
 
@@ -43,9 +43,10 @@ MODELS = {
 }
 #: Where a mean does not cancel.
 NO_MEAN = ("soft_cap", "sinks")
-#: Keys with a mean and a scale in place of matrices.
+#: Vectors in place of matrices: keys with a mean and a scale, values with a mean; and keys whose channels are ordered.
 SCALED = {"layout": "scaled", "scale": True}
-BOTH = pytest.mark.parametrize("options", [{}, SCALED], ids=["mapped", "scaled"])
+ORDERED = {"ordered": True}
+BOTH = pytest.mark.parametrize("options", [{}, SCALED, ORDERED], ids=["mapped", "scaled", "ordered"])
 
 
 @pytest.fixture(scope="session")
@@ -140,6 +141,28 @@ def test_a_scale_of_another_head_would_be_seen(models, profile_of):
         assert off > 20 * lib.kld(reference[64:], own)
 
 
+@pytest.mark.parametrize("name", ["gqa", "shared", "iswa"])
+@pytest.mark.parametrize("what, options", [("kv_v_mean", SCALED), ("kv_v_mean", {}), ("kv_k_order", ORDERED)], ids=["values", "mapped values", "order"])
+def test_a_mean_or_an_order_of_another_head_would_be_seen(models, profile_of, name, what, options):
+    """What one profile stored is read under another, as the test before."""
+    model = models(name)
+
+    def change(found: Profile) -> None:
+        for key, data in found.tensors.items():
+            if key.endswith(what):
+                found.tensors[key] = np.ascontiguousarray(data[::-1] if len(data) > 1 else np.roll(data, 1, axis=1))
+
+    reference = logits_of(model, "f16/f16")
+    with lib.Context(model, "q8_0/q8_0", protect=0, profile=profile_of(name, **options)) as context:
+        context.decode(TOKENS[:64])
+        state = context.save(0)
+        own = context.decode(TOKENS[64:96])
+    with lib.Context(model, "q8_0/q8_0", protect=0, profile=profile_of(name, **options, change=change)) as context:
+        assert context.load(state, 0)
+        context.n_past = 64
+        assert lib.kld(reference[64:], context.decode(TOKENS[64:96])) > 20 * lib.kld(reference[64:], own)
+
+
 @pytest.mark.parametrize("name", ["plain", "gqa", "shared", "iswa"])
 @pytest.mark.parametrize("tensor", ["kv_q_map", "kv_o_map", "kv_k_map"])
 def test_a_map_that_is_a_little_wrong_is_seen_by_the_same_measure(models, profile_of, name, tensor):
@@ -231,13 +254,13 @@ def test_log_says_what_acts(models, profile_of):
     layer = {side: 0 for side in "kv"}
     for name, data in written.tensors.items():
         if name.startswith("blk.1."):
-            layer["v" if name.endswith(("v_map", "o_map")) else "k"] += data.nbytes
+            layer["v" if name.endswith(("v_mean", "v_map", "o_map")) else "k"] += data.nbytes
     digits = written.metadata["kvfmt.profile.hash"][:16]
     for kv, protect, n_k, n_v in (("q8_0/kvq2", 0, 4, 4), ("q8_0/f16", 0, 4, 0), ("kvq3/kvq2", 1, 2, 2), ("f16/f16", 0, 0, 0)):
         with lib.Context(models("plain"), kv, protect=protect, profile=profile) as context:
             line = profile_line(context.log)
         assert f"random ({profile}), hash {digits}" in line
-        assert f"maps K in {n_k} and V in {n_v} of 4 layers" in line
+        assert f"maps K in {n_k} and V in {n_v} of 4 layers" in line and (f"centres V in {n_v}," if n_v else "takes") in line
         assert f"sidecar {n_k * layer['k'] + n_v * layer['v']} bytes" in line and "scales" not in line
 
 
@@ -249,9 +272,16 @@ def test_log_says_which_keys_are_scaled(models, profile_of):
     assert f"sidecar {2 * 2 * 64 * 4} bytes" in line
 
 
+def test_log_says_which_keys_are_ordered(models, profile_of):
+    profile = profile_of("plain", **ORDERED, layers=[1, 2], types=(["q8_0", "q8_0", "f16", "kvq4"], ["q8_0"] * 4))
+    with lib.Context(models("plain"), profile=profile) as context:
+        line = profile_line(context.log)
+    assert "maps K in 0 and V in 2 of 4 layers, orders K in 1, centres V in 2," in line
+
+
 def test_no_hadamard_rotation_where_a_map_acts(models, profile_of, monkeypatch):
     """With the rotation off, mapped layers stay as they were and the others change."""
-    for options, same in (({}, True), ({"layers": [0, 1]}, False), ({"k": False}, False), (SCALED, False)):
+    for options, same in (({}, True), (ORDERED, True), ({"layers": [0, 1]}, False), ({"k": False}, False), (SCALED, False)):
         profile = profile_of("plain", **options)
         on = logits_of(models("plain"), "q8_0/q8_0", profile=profile)
         with monkeypatch.context() as patch:
@@ -316,6 +346,11 @@ def keys_of(state: bytes, profile: Profile | None, cells: int) -> list[np.ndarra
             name = next(name for name, spec in SPECS.items() if spec.type_id == side.type_id)
             rows = registry.get(name).decode(np.ascontiguousarray(side.data[:cells]))
         stored = rows.reshape(cells, -1, 64)
+        if f"blk.{il}.kv_k_order" in profile.tensors:
+            order, mix, scale, mean = (profile.tensors[f"blk.{il}.kv_k_{what}"] for what in ("order", "mix", "scale", "mean"))
+            slots = (stored.reshape(cells, len(order), -1, len(mix)) @ mix).reshape(stored.shape)
+            found.append(np.take_along_axis(slots, np.argsort(order, axis=1)[None], axis=2) / scale + mean)
+            continue
         if f"blk.{il}.kv_k_scale" in profile.tensors:
             found.append(hadamard(stored, 64) / profile.tensors[f"blk.{il}.kv_k_scale"] + profile.tensors[f"blk.{il}.kv_k_mean"])
             continue
@@ -526,7 +561,8 @@ def extra(name, shape=(2, 64, 64)):
 P = "kvfmt__profile__"
 REFUSALS = [
     (set_(general__architecture="llama"), r"general.architecture is 'llama', a profile says 'kvfmt-profile'"),
-    (set_(**{P + "version": 2}), "version is 2, this build reads version 1"),
+    (set_(**{P + "version": VERSION - 1}), f"version is {VERSION - 1}, this build reads version {VERSION}"),
+    (set_(**{P + "version": VERSION + 1}), f"version is {VERSION + 1}, this build reads version {VERSION}"),
     (set_(**{P + "version": None}), "kvfmt.profile.version is missing"),
     (set_(**{P + "version": "1"}), "kvfmt.profile.version is of type str, it must be u32"),
     (set_(**{P + "hash": "abc"}), "hash is 'abc', it must be 64 hexadecimal digits"),
@@ -581,13 +617,37 @@ SCALED_REFUSALS = [
     (extra("blk.1.kv_k_map"), "layer 1 has kv_k_map without kv_q_map"),
     (set_(**{LAYOUTS: ["scaled", "flat", "scaled", "scaled"]}), "layer 1 has kv_k_mean without kv_k_map, and its layout_k is 'flat', not 'scaled'"),
     (set_(**{LAYOUTS: ["scaled", "", "scaled", "scaled"]}), "layer 1 has kv_k_mean without kv_k_map, and its layout_k is '', not 'scaled'"),
-    (set_(**{P + "layout_v": ["scaled"] * 4}), 'layout_v of layer 0 is .scaled., it must be "", "flat", or a quantized cache type'),
+    (set_(**{P + "layout_v": ["scaled", "flat", "scaled", "scaled"]}), "layer 1 has kv_v_mean without kv_v_map, and its layout_v is 'flat', not 'scaled'"),
+    (set_(**{P + "layout_v": ["scaled", "", "scaled", "scaled"]}), "layer 1 has kv_v_mean without kv_v_map, and its layout_v is '', not 'scaled'"),
+    (tensor("blk.1.kv_v_mean", lambda data: None), "layout_v of layer 1 is 'scaled', but the layer has no kv_v_mean"),
+    (tensor("blk.1.kv_v_mean", lambda data: data[:, :32]), r"blk.1.kv_v_mean has shape \[32, 2, 1, 1\], this model needs \[64, 2, 1, 1\]"),
+    (tensor("blk.1.kv_v_mean", poke(LARGEST_MEAN * 1.001)), "blk.1.kv_v_mean: value 17 is 65569.*; a mean value is at most 65504"),
+    (tensor("blk.1.kv_v_mean", poke(np.nan)), "blk.1.kv_v_mean: value 17 is -?nan; a map is finite"),
 ]
 MAPPED_REFUSALS = [
     (set_(**{LAYOUTS: ["flat", "scaled", "flat", "flat"]}), "layout_k of layer 1 is 'scaled', but the layer has a kv_k_map, which mixes channels"),
-    (lambda profile: profile.tensors.update({"blk.2.kv_k_scale": np.ones((2, 64), np.float32)}), "layer 2 has kv_k_scale beside kv_k_map, which scales already"),
+    (lambda profile: profile.tensors.update({"blk.2.kv_k_scale": np.ones((2, 64), np.float32)}), "layer 2 has kv_k_scale beside kv_k_map, which does that already"),
+    (set_(**{P + "layout_v": ["flat", "scaled", "flat", "flat"]}), "layout_v of layer 1 is 'scaled', but the layer has a kv_v_map, which mixes channels"),
+]
+ORDERED_REFUSALS = [
+    (tensor("blk.1.kv_k_order", poke(64)), "blk.1.kv_k_order: value 17 is 64; each head names channels 0 to 63 once"),
+    (tensor("blk.1.kv_k_order", poke(-1)), "blk.1.kv_k_order: value 17 is -1; each head"),
+    (tensor("blk.1.kv_k_order", lambda data: 0 * data), "blk.1.kv_k_order: value 1 is 0; each head"),
+    (tensor("blk.1.kv_k_order", lambda data: data.astype(np.float32)), "blk.1.kv_k_order is of type f32, it must be i32"),
+    (tensor("blk.1.kv_k_order", lambda data: data[:1]), r"blk.1.kv_k_order has shape \[64, 1, 1, 1\], this model needs \[64, 2, 1, 1\]"),
+    (tensor("blk.1.kv_k_mix", lambda data: 1.001 * data), "blk.1.kv_k_mix: is not orthogonal: rows 0 and 0 have product 1.002"),
+    (tensor("blk.1.kv_k_mix", lambda data: data[[0, 0, *range(2, 16)]]), "blk.1.kv_k_mix: is not orthogonal: rows 0 and 1 have product 1"),
+    (tensor("blk.1.kv_k_mix", lambda data: np.eye(24, dtype=np.float32)), r"blk.1.kv_k_mix has shape \[24, 24, 1, 1\]"),
+    (tensor("blk.1.kv_k_mix", lambda data: data[:8]), r"blk.1.kv_k_mix has shape \[16, 8, 1, 1\]"),
+    (tensor("blk.1.kv_k_mix", lambda data: data.astype(np.float16)), "blk.1.kv_k_mix is of type f16, it must be f32"),
+    (tensor("blk.1.kv_k_mix", lambda data: None), "layer 1 has kv_k_order without kv_k_mix"),
+    (tensor("blk.1.kv_k_scale", lambda data: None), "layer 1 has kv_k_order without kv_k_scale"),
+    (tensor("blk.1.kv_k_order", lambda data: None), "layer 1 has kv_k_mean without kv_k_map, and its layout_k is 'flat', not 'scaled'"),
+    (set_(**{LAYOUTS: ["flat", "scaled", "flat", "flat"]}), "layout_k of layer 1 is 'scaled', but the layer has a kv_k_order, which mixes channels"),
+    (set_(**{LAYOUTS: ["flat", "", "flat", "flat"]}), "layout_k of layer 1 is '', but the layer has a kv_k_order"),
 ]
 CASES = [({}, *case) for case in (*REFUSALS, *MAPPED_REFUSALS)] + [(SCALED, *case) for case in SCALED_REFUSALS]
+CASES += [(ORDERED, *case) for case in ORDERED_REFUSALS]
 CASES.append(({"k": False}, set_(**{LAYOUTS: ["", "scaled", "", ""]}), "layout_k of layer 1 is 'scaled', but the layer has neither kv_k_mean nor kv_k_scale"))
 
 
@@ -653,6 +713,22 @@ def test_a_folded_model_is_another_model(models, tmp_path):
 def test_centring_is_refused_where_a_mean_does_not_cancel(models, profile_of, name, why, options):
     with pytest.raises(lib.Refused, match=f"layer 0 was made with centring, but its attention has {why}"):
         lib.Context(models(name), "q8_0/q8_0", profile=profile_of(name, mean=True, **options))
+
+
+def test_values_are_centred_where_the_weights_sum_to_one(models, profile_of):
+    """A soft-cap leaves their sum as it is, a sink takes of it."""
+    options = {"k": False, "mean": True, **SCALED}
+    with pytest.raises(lib.Refused, match="layer 0 was made with centred values, but its attention has sinks"):
+        lib.Context(models("sinks"), "q8_0/q8_0", profile=profile_of("sinks", **options))
+    reference = logits_of(models("soft_cap"), "f16/f16")
+    plain = far_from(reference, "q8_0/q8_0", models("soft_cap"))
+    assert 0 < far_from(reference, "q8_0/q8_0", models("soft_cap"), profile=profile_of("soft_cap", **options)) < 6 * plain + 1e-5
+
+
+def test_a_profile_that_changes_nothing_says_so(models, profile_of):
+    for kv, words in (("f16/f16", True), ("f16/q8_0", False)):
+        with lib.Context(models("plain"), kv, protect=0, profile=profile_of("plain", **SCALED)) as context:
+            assert ("changes nothing: no layer that it serves has a quantized cache" in context.log) == words
 
 
 def test_models_without_separate_values_are_refused(models, tmp_path):
