@@ -59,7 +59,7 @@ class Cache:
 
     @property
     def title(self) -> str:
-        name = "" if self.profile is None else f"@{self.profile.name.split('.')[0]}"
+        name = "" if self.profile is None else "@" + self.profile.name.removesuffix(".gguf").removesuffix(".kvprofile")
         return self.kv + name + (f", protect {self.protect}" if self.protect else "")
 
     @property

@@ -14,9 +14,9 @@ from kvfmt.profile import Profile
 from kvfmt.subjects import ModelFile, find_text
 
 #: A profile's name: the type that its layout is for, and what it does to keys (one of geometry.MAPS).
-PROFILES = {"channels": ("flat", "channels"), "kvt3": ("kvt3", "full"), "kvt4": ("kvt4", "full")}
+PROFILES = {"channels": ("flat", "channels"), "kvt3": ("kvt3", "channels"), "kvt4": ("kvt4", "channels"), "kvt4-matrices": ("kvt4", "full")}
 #: Caches, and the profile of each.
-CACHES = (("kve8_3/kve8_2", "channels"), ("kvq4", "channels"), ("kvt3/kve8_2", "kvt3"), ("kvt4/kvq4", "kvt4"))
+CACHES = (("kve8_3/kve8_2", "channels"), ("kvq4", "channels"), ("kvt3/kve8_2", "kvt3"), ("kvt4/kvq4", "kvt4"), ("kvt4/kvq4", "kvt4-matrices"))
 TEXT = "cpp"
 
 
