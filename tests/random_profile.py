@@ -116,28 +116,32 @@ def random_profile(
     types: tuple[Sequence[str], Sequence[str]] | None = None,
     spread: float = 0.5,
     dtype: type = np.float16,
+    order: bool = False,
+    v_mean: bool = False,
     seed: int = 5,
     change: Callable[[Profile], None] | None = None,
 ) -> Profile:
     """Random maps of the layers (default: all that own KV). Keys lie far from zero relative to what the maps see.
 
-    ``layout`` "scaled": keys have vectors in place of matrices, a mean, a scale or both.
+    ``layout`` "scaled": keys have vectors in place of matrices, a mean, a scale or both. ``order``: they have a scale, an order of
+    channels and a matrix for every 16 of them, of a ``layout`` that is a type's name. ``v_mean``: values are centred, mapped or not.
     """
     facts = facts_of(model)
     rng = np.random.default_rng(seed)
     mapped = facts.owners if layers is None else layers
     scaled = layout == "scaled"
     profile = Profile()
+    layout_v = ("flat" if scaled or order else layout) if v else "scaled" if v_mean else ""
     names = {name for side in (types or ()) for name in side} | {layout}
     profile.metadata = {
         "general.name": "random",
-        "kvfmt.profile.version": 1,
-        "kvfmt.profile.hash": hashlib.sha256(f"{seed} {k} {v} {mean} {mapped} {scaled and scale}".encode()).hexdigest(),
+        "kvfmt.profile.version": 2,
+        "kvfmt.profile.hash": hashlib.sha256(f"{seed} {k} {v} {mean} {mapped} {scaled and scale} {order} {v_mean}".encode()).hexdigest(),
         "kvfmt.profile.model.architecture": facts.arch,
         "kvfmt.profile.model.layers": facts.n_layer,
         "kvfmt.profile.model.fingerprint": facts.fingerprint,
         "kvfmt.profile.layout_k": [layout if k and il in mapped else "" for il in range(facts.n_layer)],
-        "kvfmt.profile.layout_v": [("flat" if scaled else layout) if v and il in mapped else "" for il in range(facts.n_layer)],
+        "kvfmt.profile.layout_v": [layout_v if il in mapped else "" for il in range(facts.n_layer)],
         "kvfmt.profile.formats": [f"{name}={SPECS[name].hash}" for name in sorted(names) if name in SPECS],
     }
     if types:
@@ -147,11 +151,15 @@ def random_profile(
         n_head = facts.heads_kv[il]
         if k:
             shape = (n_head, facts.head_k[il])
-            if not scaled:
+            if not scaled and not order:
                 a = np.stack([invertible(rng, facts.head_k[il], spread) for _ in range(n_head)])
             if mean:
                 profile.tensors[f"blk.{il}.kv_k_mean"] = rng.standard_normal(shape).astype(np.float32)
-            if not scaled:
+            if order:
+                profile.tensors[f"blk.{il}.kv_k_order"] = np.stack([rng.permutation(shape[1]) for _ in range(n_head)]).astype(np.int32)
+                profile.tensors[f"blk.{il}.kv_k_mix"] = np.linalg.qr(rng.standard_normal((16, 16)))[0].astype(np.float32)
+                profile.tensors[f"blk.{il}.kv_k_scale"] = np.exp(rng.uniform(-spread, spread, shape)).astype(np.float32)
+            elif not scaled:
                 profile.tensors[f"blk.{il}.kv_k_map"] = a.astype(dtype)
                 profile.tensors[f"blk.{il}.kv_q_map"] = np.linalg.inv(a).transpose(0, 2, 1).astype(dtype)
             elif scale:
@@ -160,6 +168,8 @@ def random_profile(
             b = np.stack([invertible(rng, facts.head_v[il], spread) for _ in range(n_head)])
             profile.tensors[f"blk.{il}.kv_v_map"] = b.astype(dtype)
             profile.tensors[f"blk.{il}.kv_o_map"] = np.linalg.inv(b).astype(dtype)
+        if v_mean:
+            profile.tensors[f"blk.{il}.kv_v_mean"] = rng.standard_normal((n_head, facts.head_v[il])).astype(np.float32)
     if change:
         change(profile)
     return profile
