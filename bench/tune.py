@@ -22,7 +22,7 @@ from bench.quality import F16, TOGETHER, Plan, chunks_of, score_chunk
 from bench.tune_costs import PLAIN, SCALED, costs, floor_of, treatment, type_of
 from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError
-from kvfmt.geometry import key_maps, layout_for
+from kvfmt.geometry import FLAT, key_maps, layout_for
 from kvfmt.policy import cache_type
 from kvfmt.profile import LayerMaps, Profile, formats_of
 from kvfmt.subjects import ModelFile, Text
@@ -32,7 +32,7 @@ SIDES = ("k", "v")
 #: How many layers and sides show the noise floor, at least.
 FLOOR_PLACES = 8
 #: What a side may get, f16 besides; types that no format of ours beats at their size are left out. Mean and scale take next to
-#: nothing, so that no keys are without both.
+#: nothing, so that no keys are without both, and no values without a mean.
 CANDIDATES = {
     "k": ("kve8_2", "kve8_2" + SCALED, "kvt3", "kvt4", "kve8_3" + SCALED, "kvq4" + SCALED, "q8_0" + SCALED),
     "v": ("kve8_2", "kve8_3", "kvq4", "q8_0"),
@@ -47,9 +47,11 @@ def check_candidates(candidates: Mapping[str, Sequence[str]]) -> None:
             how = treatment(kind)
             if not how:
                 continue
-            reason = "values have no maps" if side == "v" else f"{chosen.name} needs maps" if chosen.needs_profile else ""
-            if not reason and how == SCALED and not chosen.is_quantized:
-                reason = f"{chosen.name} keys are stored as they are"
+            reason = "values are centred, not scaled" if side == "v" and how == SCALED else ""
+            if not reason and how == PLAIN and chosen.needs_profile:
+                reason = f"{chosen.name} needs its channels in order"
+            if not reason and not chosen.is_quantized:
+                reason = f"{chosen.name} {'keys' if side == 'k' else 'values'} are stored as they are"
             if reason:
                 raise KvfmtError(f"candidate '{kind}' for {side.upper()}: {reason}", f"Write '{chosen.name}'.")
 
@@ -103,28 +105,34 @@ class Profiles:
         if not base.statistics:
             raise KvfmtError(f"profile '{base.name}' has no statistics", "Tuning needs them: kvfmt calibrate makes a profile that has.")
         self.base = base
-        self._maps: dict[tuple[int, str], LayerMaps] = {}
+        self._maps: dict[tuple[int, str, str], LayerMaps] = {}
 
     @property
     def owners(self) -> tuple[int, ...]:
         """Layers that own KV."""
         return tuple(sorted(self.base.statistics))
 
-    def maps(self, layer: int, kind: str) -> LayerMaps:
-        """What keys of that candidate have in that layer; nothing for a type that is not quantized."""
+    def maps(self, layer: int, side: str, kind: str) -> LayerMaps:
+        """What that side has in that layer as that candidate; nothing for a type that is not quantized. Values have a mean at most, none
+        where the layer's attention does not allow it."""
         name, how = type_of(kind), treatment(kind)
         if how == PLAIN or not cache_type(name).is_quantized:
             return LayerMaps()
-        layout = layout_for(name)
-        if (layer, layout.name + how) not in self._maps:
+        layout = layout_for(name) if side == "k" else FLAT
+        key = layer, side, layout.name + how
+        if key not in self._maps:
             statistics = self.base.statistics[layer]
-            self._maps[layer, layout.name + how] = stored_maps(key_maps(statistics, layout, "channels" if how == SCALED else "full"), statistics)
-        return self._maps[layer, layout.name + how]
+            # Of values only the mean is wanted, which no map changes.
+            kind = "none" if side == "v" else "channels" if how == SCALED else "full"
+            made = stored_maps(key_maps(statistics, layout, kind), statistics)
+            self._maps[key] = LayerMaps(v_mean=made.v_mean) if side == "v" else replace(made, v_mean=None)
+        return self._maps[key]
 
     def check_rotated(self, candidates: Sequence[str]) -> None:
-        """Raises KvfmtError if keys of a layer are to be scaled and llama.cpp does not rotate heads of their size."""
+        """Raises KvfmtError if keys of a layer are to be scaled and llama.cpp does not rotate heads of their size; channels in order are
+        mixed by the profile."""
         for kind in candidates:
-            for layer in self.owners if treatment(kind) == SCALED else ():
+            for layer in self.owners if treatment(kind) == SCALED and not cache_type(type_of(kind)).needs_profile else ():
                 size = self.base.statistics[layer].k_size
                 if rotation_size(size, keys=True) == 1:
                     raise KvfmtError(
@@ -145,12 +153,17 @@ class Profiles:
 
     def make(self, k: Sequence[str], v: Sequence[str], name: str, provenance: Mapping[str, object] = {}) -> Profile:
         """The profile that gives each layer these candidates, "" where a layer owns no KV."""
-        maps = {layer: found for layer in self.owners if (found := self.maps(layer, k[layer])).arrays()}
-        types_k = tuple(map(type_of, k))
-        layout_k = tuple(maps[layer].layout_k(layout_for(type_of(k[layer])).name) if layer in maps else "" for layer in range(self.base.layers))
+        maps = {}
+        for layer in self.owners:
+            keys, values = self.maps(layer, "k", k[layer]), self.maps(layer, "v", v[layer])
+            if keys.arrays() or values.arrays():
+                maps[layer] = replace(keys, v_mean=values.v_mean)
+        types_k, types_v = (tuple(map(type_of, kinds)) for kinds in (k, v))
+        layout_k = tuple(maps[layer].layout_k(layout_for(types_k[layer]).name) if layer in maps else "" for layer in range(self.base.layers))
+        layout_v = tuple(maps[layer].layout_v("") if layer in maps else "" for layer in range(self.base.layers))
         return replace(
-            self.base, name=name, layout_k=layout_k, layout_v=("",) * self.base.layers, maps=maps, types_k=types_k, types_v=tuple(v),
-            formats=formats_of((*layout_k, *types_k, *v)), provenance={**self.base.provenance, **provenance},
+            self.base, name=name, layout_k=layout_k, layout_v=layout_v, maps=maps, types_k=types_k, types_v=types_v,
+            formats=formats_of((*layout_k, *types_k, *types_v)), provenance={**self.base.provenance, **provenance},
         )
 
 
@@ -227,11 +240,10 @@ def distances(
 
 
 def allocated(profiles: Profiles, layer: int, side: str, kind: str, cells: int) -> int:
-    """Bytes of one side of one layer; keys bring their maps."""
+    """Bytes of one side of one layer, which brings its maps."""
     found = profiles.base.statistics[layer]
     size = found.k_size if side == "k" else found.v_size
-    maps = profiles.maps(layer, kind).nbytes if side == "k" else 0
-    return cells * cache_type(type_of(kind)).row_bytes(found.heads * size) + maps
+    return cells * cache_type(type_of(kind)).row_bytes(found.heads * size) + profiles.maps(layer, side, kind).nbytes
 
 
 def values_of(profiles: Profiles, cells: Mapping[int, int]) -> int:

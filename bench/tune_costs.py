@@ -18,7 +18,7 @@ from kvfmt import registry
 from kvfmt.policy import cache_type
 
 #: Said after a key type, in place of its maps, which cost more than they bring where a cache is short or heads are large: only a mean
-#: and a scale for each channel, or nothing.
+#: and a scale for each channel, and their order where the type wants one, or nothing. PLAIN values are not centred.
 SCALED, PLAIN = ":scaled", ":plain"
 
 #: Layer, side, candidate.

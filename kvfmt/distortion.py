@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from . import registry
 from .codec import Format
 
 #: Values drawn by default; the standard error of the mean is then below 0.2 % of it.
 N_VALUES = 64 * 20_000
 SEED = 20240817
+#: Blocks that a prediction is made from: to 1 %, in milliseconds.
+PREDICTED_BLOCKS = 2000
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,35 @@ def group_distortion(fmt: Format, n_values: int = N_VALUES, seed: int = SEED) ->
     error = fmt.decode(fmt.encode(x)).astype(np.float64) - x
     parts = np.split(np.mean(error * error, axis=0), np.cumsum(fmt.spec.groups)[:-1])
     return [float(part.mean()) for part in parts]
+
+
+@lru_cache(maxsize=None)
+def slot_noise(fmt: Format, size: int) -> np.ndarray:
+    """Relative squared error in each slot of a head of ``size`` values, float64 [size], where every slot holds a unit Gaussian; read-only.
+
+    Raises ValueError if the block does not divide the head.
+    """
+    if size % fmt.spec.block:
+        raise ValueError(f"heads of {size} values are not whole blocks of {fmt.spec.name}, {fmt.spec.block} each")
+    n_values = fmt.spec.block * PREDICTED_BLOCKS
+    if fmt.spec.groups:
+        block = np.repeat(group_distortion(fmt, n_values), fmt.spec.groups)
+    else:
+        block = np.full(fmt.spec.block, gaussian_distortion(fmt, n_values).stored)
+    found = np.tile(block, size // fmt.spec.block)
+    found.flags.writeable = False
+    return found
+
+
+@lru_cache(maxsize=None)
+def equal_noise(fmt: Format) -> float:
+    """Least relative squared error on a unit Gaussian of our types that are as large and treat all values alike. Raises ValueError if there
+    is none."""
+    rivals = [
+        other for other in registry.all_formats()
+        if not other.spec.needs_profile and other.spec.bits_per_value == fmt.spec.bits_per_value
+    ]
+    return min(float(slot_noise(other, other.spec.block)[0]) for other in rivals)
 
 
 def rate_distortion_bound(bits_per_value: float) -> float:

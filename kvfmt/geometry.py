@@ -161,9 +161,11 @@ class KeyMaps:
     v_mean: np.ndarray | None = None
 
 
-def logit_error(a: np.ndarray, inverse: np.ndarray, keys: np.ndarray, queries: np.ndarray) -> float:
-    """tr(A Sk A^T) tr(A^-T Sq A^-1) / d for A and A^-T, float64 [d, d] each, and second moments [d, d]."""
-    return float(np.sum((a @ keys) * a) * np.sum((inverse @ queries) * inverse) / len(a))
+def logit_error(a: np.ndarray, inverse: np.ndarray, keys: np.ndarray, queries: np.ndarray, noise: np.ndarray | float = 1.0) -> float:
+    """tr(A Sk A^T) tr(N A^-T Sq A^-1) / d for A and A^-T, float64 [d, d] each, and second moments [d, d]. ``noise``: the diagonal of N,
+    float64 [d], each slot's error relative to the mean power of the block, which the slots' common scale follows."""
+    asked = np.sum((inverse @ queries) * inverse, axis=1)
+    return float(np.sum((a @ keys) * a) * np.sum(noise * asked) / len(a))
 
 
 def shrunk(moment: np.ndarray, count: int) -> np.ndarray:

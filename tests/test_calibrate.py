@@ -108,15 +108,19 @@ def test_statistics_are_those_of_the_saved_cache(smollm2, layer):
     np.testing.assert_allclose(found.v_moment, np.einsum("thi,thj->hij", v, v) / 300, rtol=1e-2, atol=1e-3)
     reach = np.arange(300)[None, :] <= at[:, None]
     for head in range(3):
-        keys, values, w, u = k[:, head], v[:, head], np.zeros(300), []
+        keys, values, w, u, squares = k[:, head], v[:, head], np.zeros(300), [], np.zeros(300)
         for i in range(3):
             p = softmax(np.where(reach, asked[3 * head + i] @ keys.T / 8, -np.inf))
             out = p @ values
             each = p**2 * ((values[None] - out[:, None]) ** 2).sum(axis=-1)
+            squares += (p**2).sum(axis=0)
             w += each.sum(axis=0)
             u.append(each.sum(axis=1))
         mean = np.average(keys, axis=0, weights=w)
         np.testing.assert_allclose(found.k_mean[head], mean, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(found.v_centre[head], np.average(values, axis=0, weights=squares), rtol=1e-3, atol=1e-3)
+        # The first token has much of the attention, and its value is small: the mean of all is another.
+        assert np.abs(found.v_centre[head] - found.v_mean[head]).max() > 0.01
         np.testing.assert_allclose(found.k_cov[head], np.cov(keys.T, aweights=w, ddof=0), rtol=1e-2, atol=2e-3 * np.abs(found.k_cov[head]).max())
         q, u = asked[3 * head : 3 * head + 3].reshape(-1, 64) / 8, np.concatenate(u)
         np.testing.assert_allclose(found.q_moment[head], (q.T * u) @ q / u.sum(), rtol=1e-2, atol=2e-3 * np.abs(found.q_moment[head]).max())
@@ -192,6 +196,28 @@ def test_sliding_windows_shared_heads_and_hybrids(tmp_path):
     assert {s.rotated for s in run(partial, 64)[0].statistics().values()} == {32}
 
 
+@pytest.mark.parametrize("make", [random_gguf.llama, random_gguf.iswa, random_gguf.shared_kv, random_gguf.soft_cap, random_gguf.sinks])
+def test_values_are_centred_on_the_mean_weighed_by_the_square_of_their_attention(tmp_path, make):
+    """Over several passes, query heads that share a KV head, windows, sinks, and layers that ask another's values."""
+    collector, _ = run(make(tmp_path / "m.gguf"), UBATCH + 40, 1024)
+    for layer, found in collector.statistics().items():
+        reads = collector.read[layer]
+        group = len(reads[0].queries) // found.heads
+        for head in range(found.heads):
+            total, weighed = 0.0, np.zeros(found.v_size)
+            for attention in reads:
+                for i in range(head * group, (head + 1) * group):
+                    logits = attention.queries[i].astype(np.float64) @ attention.keys[head].T.astype(np.float64) * attention.scale
+                    logits = attention.cap * np.tanh(logits / attention.cap) if attention.cap else logits
+                    weight = np.exp(logits + attention.mask)
+                    all_of_it = weight.sum(axis=1) + (0 if attention.sinks is None else np.exp(attention.sinks[i]))
+                    squares = ((weight / all_of_it[:, None]) ** 2).sum(axis=0)
+                    total += squares.sum()
+                    weighed += squares @ attention.values[head]
+            np.testing.assert_allclose(found.v_centre[head], weighed / total, rtol=1e-4, atol=1e-5 * np.abs(attention.values).max())
+    assert len(reads) >= 2
+
+
 def test_latent_attention_is_refused(tmp_path):
     with pytest.raises(KvfmtError, match="layer 0 reads its values out of its keys"):
         run(random_gguf.mla(tmp_path / "mla.gguf"), 64)
@@ -236,18 +262,19 @@ def test_the_command_makes_a_profile_for_this_model(tmp_path):
     profile = Profile.read(out)
     subject = find_model("smollm2")
     profile.check_model(subject.path)
-    assert profile.layout_k == ("flat",) * 30 and set(profile.layout_v) == {""} and profile.types_k is None and profile.formats == {}
+    assert profile.layout_k == ("flat",) * 30 and profile.layout_v == ("scaled",) * 30 and profile.types_k is None and profile.formats == {}
     assert profile.provenance["tokens"] == 512 and profile.provenance["context"] == [256] and profile.provenance["model.sha256"] == subject.sha256
     assert profile.provenance["text.name"] == ["text.txt"] and len(profile.provenance["text.sha256"][0]) == 64
     maps = profile.maps[3]
-    assert maps.k_map.dtype == np.float16 and maps.k_mean.shape == (3, 64)
+    assert maps.k_map.dtype == np.float16 and maps.k_mean.shape == maps.v_mean.shape == (3, 64) and maps.v_map is None
+    np.testing.assert_array_equal(maps.v_mean, profile.statistics[3].v_centre)
     shown = CliRunner().invoke(app, ["profile", "show", str(out)])
     assert shown.exit_code == 0 and profile.hash[:16] in shown.output and "dB" in shown.output
     again = tmp_path / "q.gguf"
     assert CliRunner().invoke(app, [*arguments[:-3], str(again), "--threads", "1", "--no-centre", "--map", "pairs"]).exit_code == 0
     pairs = Profile.read(again)
     assert pairs.layout_k == ("scaled",) * 30 and pairs.maps[3].k_scale.shape == (3, 64) and "keys scaled, map pairs" in pairs.name
-    assert list(pairs.maps[3].arrays()) == ["k_scale"] and pairs.sidecar_bytes == 30 * 3 * 64 * 4
+    assert list(pairs.maps[3].arrays()) == ["k_scale"] and set(pairs.layout_v) == {""} and pairs.sidecar_bytes == 30 * 3 * 64 * 4
     shown = CliRunner().invoke(app, ["profile", "show", str(again)])
     assert shown.exit_code == 0 and "scaled" in shown.output and "dB" in shown.output
     # The same run gives the same statistics, bit for bit.
@@ -259,11 +286,19 @@ def test_the_command_makes_a_profile_for_this_model(tmp_path):
     remade.check_model(subject.path)
     assert remade.layout_k == profile.layout_k and remade.provenance["tokens"] == 512 and remade.provenance["map"] == "full"
     np.testing.assert_allclose(remade.maps[3].k_mean, profile.maps[3].k_mean, rtol=1e-6)
+    # A type that orders channels needs no matrices.
+    ordered = tmp_path / "o.gguf"
+    assert CliRunner().invoke(app, ["calibrate", "smollm2", "--statistics", str(again), "--k", "kvt4", "--map", "channels", "-o", str(ordered)]).exit_code == 0
+    channels = Profile.read(ordered)
+    channels.check_model(subject.path)
+    assert channels.layout_k == ("kvt4",) * 30 and set(channels.formats) == {"kvt4"} and "keys kvt4, map channels, centred" in channels.name
+    assert set(channels.maps[3].arrays()) == {"k_mean", "k_scale", "k_order", "k_mix", "v_mean"}
+    assert channels.sidecar_bytes == 30 * (4 * 3 * 64 * 4 + 16 * 16 * 4) < profile.sidecar_bytes / 10
     # Which vectors span nearly equal entries of the spectrum is chance; what they do together is not.
     gram = [np.swapaxes(p.maps[3].k_map, 1, 2).astype(float) @ p.maps[3].k_map.astype(float) for p in (remade, profile)]
     np.testing.assert_allclose(gram[0], gram[1], atol=0.01 * np.abs(gram[1]).max())
     for wrong, said in ((["--map", "odd"], "unknown map"), (["--k", "q9"], "unknown cache type"), (["--v", "kvq2"], "no layout for values"),
-                        (["--k", "kvt3", "--map", "pairs", "--statistics", str(again)], "Use the full map")):
+                        (["--k", "kvt3", "--map", "pairs", "--statistics", str(again)], "Use one of: channels, full")):
         result = CliRunner().invoke(app, [*arguments, *wrong])
         assert result.exit_code == 1 and said in result.output
 
@@ -288,10 +323,14 @@ def test_soft_cap_and_sinks_in_the_softmax():
 
 
 @pytest.mark.parametrize("make", [random_gguf.soft_cap, random_gguf.sinks])
-def test_keys_are_not_centred_where_it_would_matter(tmp_path, make):
+def test_nothing_is_centred_where_it_would_matter(tmp_path, make):
     path = make(tmp_path / "m.gguf")
     made = c.calibrate(find_subject(path), [TEXT], [64], 256, centre=True, threads=1)
-    assert made.profile.maps and all(maps.k_mean is None for maps in made.profile.maps.values())
+    assert made.profile.maps and all(maps.k_mean is None and maps.v_mean is None for maps in made.profile.maps.values())
+    assert set(made.profile.layout_v) == {""}
+    # Not with vectors either.
+    channels = c.again(find_subject(path), made.profile, kind="channels").profile
+    assert channels.maps and all(set(maps.arrays()) == {"k_scale"} for maps in channels.maps.values())
     assert not any(found.shift_free for found in made.profile.statistics.values())
     out = tmp_path / "p.gguf"
     text = tmp_path / "text.txt"
@@ -322,7 +361,7 @@ def test_vectors_save_the_keys_of_a_model_with_large_offsets(tmp_path):
 
     subject = find_model("qwen")
     made = c.calibrate(subject, [find_text("cpp")], (128,), 128, kind="channels", threads=2).profile
-    assert {*made.layout_k} == {"scaled"} and made.sidecar_bytes == 2 * 24 * 2 * 64 * 4
+    assert {*made.layout_k} == {"scaled"} and {*made.layout_v} == {"scaled"} and made.sidecar_bytes == 3 * 24 * 2 * 64 * 4
     made.write(tmp_path / "p.gguf")
     logits = []
     for kv, profile in (("f16/f16", None), ("q4_0/f16", None), ("q4_0/f16", tmp_path / "p.gguf")):

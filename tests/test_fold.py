@@ -54,7 +54,7 @@ def statistics(keys, queries, rotated, adjacent):
     """Of a layer whose keys and queries have these mean squares, float [KV heads, head], and no mean."""
     heads, size = keys.shape
     diagonal = [np.eye(size) * m[:, None, :] for m in (keys, queries)]
-    rest = np.zeros((heads, size)), np.zeros((heads, size, size)), np.zeros((heads, size))
+    rest = np.zeros((heads, size)), np.zeros((heads, size, size)), np.zeros((heads, size)), np.zeros((heads, size))
     return LayerStatistics(1000, 1000, np.zeros((heads, size)), *diagonal, *rest, True, rotated, adjacent)
 
 

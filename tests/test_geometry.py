@@ -11,8 +11,10 @@ from scipy.linalg import sqrtm
 from kvfmt import geometry as g
 from kvfmt import registry
 from kvfmt.calibrate import stored_maps
+from kvfmt.distortion import equal_noise, slot_noise
 from kvfmt.errors import KvfmtError, UnknownName
 from kvfmt.moments import LayerStatistics, Moments
+from kvfmt.side_maps import SideMaps
 from kvfmt.transform import hadamard, rotation_size
 
 SIZES = (1, 4, 24, 64, 96)
@@ -30,7 +32,7 @@ def moment(rng: np.random.Generator, size: int, decades: float) -> np.ndarray:
 def layer(k_cov: np.ndarray, q_moment: np.ndarray, mean: np.ndarray | None = None, count: int = MANY, **more) -> LayerStatistics:
     size = len(k_cov)
     mean = np.zeros(size) if mean is None else mean
-    fields = dict(shift_free=True, rotated=size - size % 2, adjacent=False, k_first=3 * np.ones((1, size))) | more
+    fields = dict(shift_free=True, rotated=size - size % 2, adjacent=False, k_first=3 * np.ones((1, size)), v_centre=np.linspace(1, 2, size)[None]) | more
     return LayerStatistics(
         tokens=count, queries=count, k_mean=mean[None], k_cov=k_cov[None], q_moment=q_moment[None],
         v_mean=np.zeros((1, size)), v_moment=np.eye(size)[None], **fields,
@@ -143,7 +145,7 @@ def test_degenerate_heads_have_finite_maps(kind, what):
     k, q = Moments(1, size), Moments(1, size)
     k.add(x)
     q.add(y)
-    found = LayerStatistics(x.shape[1], y.shape[1], k.mean, k.covariance(), q.second(), k.mean, k.second(), k.mean + 1, True, size, False)
+    found = LayerStatistics(x.shape[1], y.shape[1], k.mean, k.covariance(), q.second(), k.mean, k.second(), k.mean, k.mean + 1, True, size, False)
     maps = g.key_maps(found, g.FLAT, kind, True)
     assert np.isfinite(maps.key).all() and np.isfinite(maps.query).all()
     np.testing.assert_allclose(maps.query[0].T @ maps.key[0], np.eye(size), atol=1e-5)
@@ -165,7 +167,9 @@ def test_centring_is_left_out_where_softmax_is_not_shift_invariant():
     rng = np.random.default_rng(1)
     found = layer(moment(rng, 64, 2), moment(rng, 64, 2), rng.standard_normal(64), shift_free=False)
     maps = g.key_maps(found, centre=True)
-    assert maps.mean is None
+    assert maps.mean is None and maps.v_mean is None
+    stored = stored_maps(maps, found)
+    assert stored.k_mean is None and stored.v_mean is None and stored.layout_v("") == ""
     np.testing.assert_array_equal(maps.key, g.key_maps(found, centre=False).key)
 
 
@@ -178,6 +182,7 @@ def test_a_diagonal_is_stored_as_such_where_llama_cpp_rotates(kind, size):
     maps = g.key_maps(found, kind=kind)
     stored = stored_maps(maps, found)
     assert stored.k_map is None and stored.layout_k("flat") == "scaled" and (stored.k_scale is None) == (kind == "none")
+    assert stored.k_order is None and stored.k_mix is None
     scale = np.ones((1, size)) if stored.k_scale is None else stored.k_scale.astype(np.float64)
     mixed = hadamard(np.eye(size), rotation_size(size, True))
     keys, queries = mixed * scale, mixed / scale
@@ -270,8 +275,97 @@ def test_what_a_layout_cannot_lay_out_is_refused(fmt):
     layout = g.layout_for(fmt.spec.name)
     with pytest.raises(KvfmtError, match=f"heads of 80 values are not whole blocks of {fmt.spec.name}, 64 each"):
         g.key_maps(layer(np.eye(80), np.eye(80)), layout)
-    with pytest.raises(KvfmtError, match=f"not of the size that layout {fmt.spec.name} counts on"):
-        g.key_maps(layer(np.eye(64), np.eye(64)), layout, kind="pairs")
+    for kind in g.MAPS:
+        if kind in g.ORDERED:
+            g.key_maps(layer(np.eye(64), np.eye(64)), layout, kind=kind)
+            continue
+        with pytest.raises(KvfmtError, match=f"the channels of map '{kind}' are not of the size that layout {fmt.spec.name} counts on") as refused:
+            g.key_maps(layer(np.eye(64), np.eye(64)), layout, kind=kind)
+        assert refused.value.hint == "Use one of: channels, full"
+
+
+def falling(rng: np.random.Generator, size: int, mean: bool = True) -> LayerStatistics:
+    """A head whose channels fall in size by themselves, in no order, and are correlated with some others."""
+    channels = rng.permutation(np.geomspace(1, 1e-3, size)) ** 0.5
+    near = np.eye(size) + 0.15 * rng.standard_normal((size, size)) / np.sqrt(size)
+    other = np.eye(size) + 0.15 * rng.standard_normal((size, size)) / np.sqrt(size)
+    keys, queries = (channels[:, None] * (m @ m.T) * channels for m in (near, other))
+    unit = np.exp(rng.standard_normal(size))
+    return layer(
+        unit[:, None] * keys * unit, queries / unit / unit[:, None], 5 * rng.standard_normal(size) if mean else None, count=4000,
+        v_centre=rng.standard_normal((1, size)),
+    )
+
+
+@each_unequal
+@pytest.mark.parametrize("size", [64, 128, 192])
+@pytest.mark.parametrize("centre", [True, False])
+def test_ordered_channels_are_stored_as_vectors_and_are_the_matrix(fmt, size, centre):
+    rng = np.random.default_rng(size)
+    found, layout = falling(rng, size), g.layout_for(fmt.spec.name)
+    maps = g.key_maps(found, layout, "channels", centre)
+    stored = stored_maps(maps, found)
+    assert set(stored.arrays()) == {"k_order", "k_mix", "k_scale"} | ({"k_mean", "v_mean"} if centre else set())
+    assert stored.layout_k(layout.name) == fmt.spec.name and stored.k_order.dtype == np.int32 and stored.k_mix.shape == (16, 16)
+    side = SideMaps.of(stored, True)
+    assert side.mixes and side.shape == (1, size)
+    k, q = rng.standard_normal((2, 1, 7, size)).astype(np.float32)
+    kept = side.store(k)
+    mean = found.k_mean[0] if centre else 0
+    np.testing.assert_allclose(kept[0], (k[0] - mean) @ maps.key[0].T, rtol=1e-4, atol=1e-4 * np.abs(maps.key[0]).max())
+    # Channels of very different sizes are mixed in float32: each comes back as well as its size allows.
+    assert (np.abs(side.restore(kept) - k) <= 1e-6 * np.abs(k) + 4e-7 * (np.abs(kept).max() / stored.k_scale + np.abs(mean))).all()
+    # What a query does to a key is the same, up to what all keys have in common.
+    turned = q[0] @ maps.query[0].T
+    np.testing.assert_allclose(turned @ kept[0].T, (q[0] @ (k[0] - mean).T), rtol=1e-4, atol=1e-3)
+    # llama.cpp's way to the turned query: by the vectors alone.
+    by_vectors = (q / stored.k_scale[:, None])[0][:, stored.k_order[0]].reshape(7, -1, 16) @ stored.k_mix.T
+    np.testing.assert_allclose(by_vectors.reshape(7, size), turned, rtol=1e-3, atol=1e-4 * np.abs(turned).max())
+    # A token's floats depend on it alone.
+    np.testing.assert_array_equal(np.concatenate([side.store(k[:, i : i + 1]) for i in range(7)], axis=1), kept)
+    np.testing.assert_array_equal(side.store(np.stack([k, k]), np.float64, as_ggml=True)[1], kept)
+    # The matrix says what the least scales and the largest ones do: each group of slots has mean power 1.
+    power = np.diag(maps.key[0] @ (found.k_cov if centre else found.k_moment())[0] @ maps.key[0].T).reshape(-1, 16).mean(axis=1)
+    assert power.mean() == pytest.approx(1, rel=1e-3) and (np.abs(power - 1) < 0.3).all()
+
+
+@each_unequal
+def test_ordered_channels_lie_between_flat_ones_and_the_full_map(fmt):
+    """In the squared error of a logit that a block's noise makes, each group's as measured on Gaussians."""
+    rng = np.random.default_rng(12)
+    size = 128
+    noise = slot_noise(fmt, size)
+    for _ in range(5):
+        found = falling(rng, size)
+        errors = []
+        for layout, kind, slots in ((g.FLAT, "channels", np.full(size, equal_noise(fmt))), (g.layout_for(fmt.spec.name), "channels", noise), (g.layout_for(fmt.spec.name), "full", noise)):
+            maps = g.key_maps(found, layout, kind)
+            errors.append(g.logit_error(maps.key[0], maps.query[0], found.k_cov[0], found.q_moment[0], slots))
+        assert errors[2] < errors[1] < 0.6 * errors[0]
+        # Of FLAT it is what key_maps says.
+        assert errors[0] == pytest.approx(equal_noise(fmt) * g.key_maps(found, g.FLAT, "channels").error[0], rel=1e-6)
+
+
+def test_values_are_centred_with_every_kind_of_map():
+    found = falling(np.random.default_rng(4), 64)
+    for kind in g.MAPS:
+        stored = stored_maps(g.key_maps(found, kind=kind), found)
+        np.testing.assert_array_equal(stored.v_mean, found.v_centre.astype(np.float32))
+        side = SideMaps.of(stored, False)
+        assert not side.mixes and side.shape == (1, 64) and stored.layout_v("") == "scaled"
+        v = np.random.default_rng(5).standard_normal((1, 9, 64)).astype(np.float32)
+        np.testing.assert_array_equal(side.store(v), v - stored.v_mean[:, None])
+        # Attention's weights sum to 1: the mean may be added to its output as well.
+        p = np.random.default_rng(6).dirichlet(np.ones(9), 3).astype(np.float32)
+        np.testing.assert_allclose(p @ side.restore(side.store(v))[0], p @ side.store(v)[0] + stored.v_mean, atol=1e-5)
+        assert stored_maps(g.key_maps(found, kind=kind, centre=False), found).v_mean is None
+
+
+def test_a_layout_with_groups_of_several_sizes_is_a_matrix():
+    lay = g.Layout("x", lambda s: np.argsort(-s), lambda s: np.ones(len(s)), lambda d: (d // 4, d - d // 4))
+    maps = g.key_maps(falling(np.random.default_rng(3), 64), lay, "channels")
+    assert maps.order is None and maps.mix is None and maps.scale is None
+    assert lay.parts(np.arange(64.0))[2] is None and g.FLAT.parts(np.arange(64.0))[2].shape == (64, 64)
 
 
 def test_names():

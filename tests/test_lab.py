@@ -22,6 +22,8 @@ from converters import state as states
 from converters.state import StateError
 from kvfmt import registry
 from kvfmt.errors import KvfmtError, UnknownName
+from kvfmt.geometry import key_maps, layout_for
+from kvfmt.profile import LayerMaps
 from kvfmt.transform import hadamard, rotation_size
 
 RNG = np.random.default_rng(7)
@@ -264,8 +266,8 @@ def test_calibrated_keys_come_back_through_their_maps(profile, context):
         mapped.of_layer(3).apply(x[:, :2])
     with pytest.raises(LabError, match="nothing of layer 99"):
         mapped.of_layer(99)
-    # The maps of a layer are stored once, whatever the number of tokens.
-    extra = 8 * profile.maps[3].nbytes
+    # The maps of a layer are stored once, whatever the number of tokens; the mean of values is not the keys'.
+    extra = 8 * replace(profile.maps[3], v_mean=None).nbytes
     for tokens in (64, 4096):
         assert mapped.allocated_bits(tokens, 3, 64) - c.Blocks("kvq3").allocated_bits(tokens, 3, 64) == extra
     assert mapped.identity != calibrated.keys_of(profile, "kvq3", "full", False).identity
@@ -283,14 +285,64 @@ def test_keys_without_matrices_cost_vectors_and_are_rotated(profile, context, ki
     np.testing.assert_allclose(scaled.of_layer(3).apply(x), rotated / scale + mean, rtol=1e-6, atol=1e-5)
 
 
+def test_channels_in_order_cost_vectors_and_are_not_rotated(profile, context):
+    x = context.stored.f16(3, "k").astype(np.float32)
+    ordered = calibrated.keys_of(profile, "kvt3", "channels", True)
+    maps = ordered.maps[3]
+    assert set(maps.arrays()) == {"k_mean", "k_scale", "k_order", "k_mix"}
+    assert ordered.allocated_bits(64, 3, 64) - c.Blocks("kvt3").allocated_bits(64, 3, 64) == 8 * (3 * 3 * 64 * 4 + 16 * 16 * 4)
+    np.testing.assert_allclose(replace(ordered, inner=c.Exact()).of_layer(3).apply(x), x, atol=1e-4 * np.abs(x).max())
+    # By the matrices that the vectors stand for, in float64.
+    exact = key_maps(profile.statistics[3], layout_for("kvt3"), "channels")
+    stored = np.einsum("hij,thj->thi", exact.key, x - exact.mean)
+    back = np.einsum("hji,thj->thi", exact.query, c.Blocks("kvt3").apply(stored.astype(np.float32))) + exact.mean
+    # A value that lies on a threshold may fall on its other side.
+    assert np.mean(np.abs(ordered.of_layer(3).apply(x) - back) > 1e-3 * np.abs(x).max()) < 1e-3
+
+
+def test_values_are_centred_before_llama_cpp_rotates_them(profile, context):
+    x = context.stored.f16(3, "v").astype(np.float32)
+    centred = calibrated.values_of(profile, "kve8_2")
+    assert {layer: set(maps.arrays()) for layer, maps in centred.maps.items()} == {layer: {"v_mean"} for layer in range(30)}
+    mean = profile.statistics[3].v_centre.astype(np.float32)
+    np.testing.assert_allclose(centred.of_layer(3).apply(x), c.Rotated(c.Blocks("kve8_2"), "v").apply(x - mean) + mean, atol=1e-6)
+    for tokens in (64, 4096):
+        assert centred.allocated_bits(tokens, 3, 64) - c.Blocks("kve8_2").allocated_bits(tokens, 3, 64) == 8 * 3 * 64 * 4
+    with pytest.raises(LabError, match="V has heads and values .2, 64., the profile .3, 64."):
+        centred.of_layer(3).apply(x[:, :2])
+    # Keys' and values' maps both decide what a row is.
+    keys = calibrated.keys_of(profile, "kvt3", "channels", True)
+    text, model = find_text("cpp"), find_model("smollm2")
+    both, one = (experiment.origin(model, text, 64, keys, v).formats for v in (centred, c.Rotated(c.Blocks("kve8_2"), "v")))
+    assert set(both) == {"kvt3", "kve8_2", "maps", "maps of values"} and {key: value for key, value in both.items() if key != "maps of values"} == one
+
+
+def test_the_mean_that_values_are_centred_on_is_weighed_by_attention(smollm2, profile):
+    session, geometry, _ = smollm2
+    setting = contexts.Setting("short prompt", 128, 128, scored=32, count=1)
+    (context,) = experiment.build_contexts(session, geometry, find_text("docs"), setting, lambda n: None)
+    centred = calibrated.values_of(profile, "kve8_2")
+    # The mean of all values alike lies far from the first token's, which has much of the attention: it makes things worse.
+    alike = replace(centred, maps={layer: LayerMaps(v_mean=found.v_mean.astype(np.float32)) for layer, found in profile.statistics.items()})
+    plain, weighed, other = (
+        contexts.score(session, context, Method("v", "calibrated", c.Exact(), codec).apply(context.stored, context.layout)).kld.mean()
+        for codec in (c.Rotated(c.Blocks("kve8_2"), "v"), centred, alike)
+    )
+    assert weighed < 1.2 * plain and 2 * max(weighed, plain) < other
+
+
 def test_each_part_of_the_geometry_is_a_row_and_all_together_are_closest(smollm2, context, profile):
     found = {m.name: m for m in calibrated.methods(profile)}
     klds = {}
     for name, method in found.items():
+        if name.endswith("values centred"):
+            assert method.k == found[name.removesuffix(", values centred")].k
+            continue
         # With values in f16: what is compared is the keys.
         changed = replace(method, v=c.Exact()).apply(context.stored, context.layout)
         klds[name.split(", ", 1)[1] if name.startswith("kvq3") else name] = contexts.score(smollm2[0], context, changed).kld.mean()
     assert klds["full map, centred"] < klds["Hadamard only"]
+    assert klds["kvt4/kve8_2, ordered channels, centred, unequal bits"] < klds["kvt3/kve8_2, ordered channels, centred, unequal bits"] < klds["centred"]
     together = find_methods(None, tuple(found.values()))
     assert len(together) == len(all_methods()) + len(found)
     # The plot left out the calibrated rows: a family without a colour is one that nobody sees.

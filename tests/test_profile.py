@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import random_gguf
+from random_profile import as_kvfmt, random_profile
 from kvfmt import registry
 from kvfmt.errors import KvfmtError
+from kvfmt.geometry import mixing
 from kvfmt.gguf_read import read_gguf
 from kvfmt.moments import LayerStatistics
-from kvfmt.profile import LayerMaps, Profile, ProfileError, fingerprint_of, formats_of
+from kvfmt.profile import VERSION, LayerMaps, Profile, ProfileError, fingerprint_of, formats_of
 from kvfmt.profile_view import facts, layer_table, summary
 
 HEAD, HEADS, LAYERS = 64, 2, 4
@@ -32,7 +34,7 @@ def statistics(rng: np.random.Generator, heads: int = HEADS, size: int = HEAD) -
     def vector() -> np.ndarray:
         return rng.standard_normal((heads, size)).astype(np.float32)
 
-    return LayerStatistics(1000, 2000, vector(), moment(), moment(), vector(), moment(), vector(), True, size, False)
+    return LayerStatistics(1000, 2000, vector(), moment(), moment(), vector(), moment(), vector(), vector(), True, size, False)
 
 
 def make(layers: int = LAYERS, head: int = HEAD, heads: int = HEADS, fingerprint: str = "0123456789abcdef", **more) -> Profile:
@@ -221,15 +223,170 @@ def test_a_scale_is_not_beside_a_matrix_nor_for_values():
     profile = make()
     with pytest.raises(ProfileError, match=r"layer 0 has layout 'flat' for K, and the tensors \['k_map', 'k_mean', 'k_scale'"):
         make(maps={**profile.maps, 0: dataclasses.replace(profile.maps[0], k_scale=np.ones((HEADS, HEAD), np.float32))})
-    with pytest.raises(ProfileError, match="layout_v of layer 3 is 'scaled'"):
+    with pytest.raises(ProfileError, match=r"layer 3 has layout 'scaled' for V, and the tensors \['o_map', 'v_map'\]"):
         make(layout_v=("", "", "", "scaled"))
 
 
+#: Types that order channels: only their layouts have an order.
+ORDERED = [fmt.spec.name for fmt in registry.all_formats() if fmt.spec.needs_profile]
+
+
+def ordered(**more) -> Profile:
+    """Layer 0 has all that an order may have and centred values, 1 centred values alone, 2 an order without a mean, 3 matrices on
+    both sides beside centred values. V's heads are half as large as K's in all but layer 3."""
+    profile = make(**{key: value for key, value in more.items() if key not in ("maps", "layout_k", "layout_v", "formats")})
+    rng = np.random.default_rng(6)
+
+    def order() -> dict:
+        return {
+            "k_order": np.stack([rng.permutation(HEAD) for _ in range(HEADS)]).astype(np.int32), "k_mix": mixing(16).astype(np.float32),
+            "k_scale": np.exp2(rng.standard_normal((HEADS, HEAD))).astype(np.float32),
+        }
+
+    def centre(size: int) -> np.ndarray:
+        return rng.standard_normal((HEADS, size)).astype(np.float32)
+
+    maps = {
+        0: LayerMaps(profile.maps[0].k_mean, **order(), v_mean=centre(HEAD // 2)), 1: LayerMaps(v_mean=centre(HEAD // 2)), 2: LayerMaps(**order()),
+        3: dataclasses.replace(profile.maps[3], v_mean=centre(HEAD)),
+    }
+    layouts = (ORDERED[0], "", ORDERED[1], "flat")
+    fields = {"maps": maps, "layout_k": layouts, "layout_v": ("scaled", "scaled", "", "flat"), "formats": formats_of(layouts)}
+    return make(**{**fields, **more})
+
+
+def test_an_order_and_centred_values(tmp_path):
+    profile = ordered()
+    profile.write(tmp_path / "p.gguf")
+    again = Profile.read(tmp_path / "p.gguf")
+    assert_same(profile, again)
+    assert again.hash == profile.hash
+    vectors = (3 + 2) * HEADS * HEAD * 4 + 2 * HEADS * HEAD // 2 * 4 + 2 * 16 * 16 * 4
+    assert again.sidecar_bytes == vectors + HEADS * HEAD * HEAD * (2 + 4 + 2 + 2) + 2 * HEADS * HEAD * 4
+    tensors = {t.name: t for t in GGUFReader(tmp_path / "p.gguf").tensors}
+    order, mix, mean = (tensors[f"blk.0.kv_{name}"] for name in ("k_order", "k_mix", "v_mean"))
+    assert order.shape.tolist() == [HEAD, HEADS] and order.tensor_type.name == "I32"
+    assert mix.shape.tolist() == [16, 16] and mean.shape.tolist() == [HEAD // 2, HEADS] and mix.tensor_type.name == mean.tensor_type.name == "F32"
+    np.testing.assert_array_equal(order.data.reshape(HEADS, HEAD), profile.maps[0].k_order)
+    assert GGUFReader(tmp_path / "p.gguf").fields["kvfmt.profile.version"].contents() == VERSION == 2
+    assert [(maps.layout_k("x"), maps.layout_v("y")) for maps in profile.maps.values()] == [("x", "scaled"), ("", "scaled"), ("x", ""), ("x", "y")]
+
+
+@pytest.mark.parametrize("name", ["k_order", "k_mix", "k_scale", "v_mean", "k_mean"])
+def test_each_tensor_counts_in_the_hash(name):
+    profile = ordered()
+    other = getattr(profile.maps[0], name).copy()
+    if name == "k_order":
+        other[0, [3, 5]] = other[0, [5, 3]]
+    elif name == "k_mix":
+        other[[3, 5]] = other[[5, 3]]
+    else:
+        other[0, 3] = np.nextafter(other[0, 3], np.float32(9))
+    changed = ordered(maps={**profile.maps, 0: dataclasses.replace(profile.maps[0], **{name: other})})
+    assert changed.hash != profile.hash
+    assert ordered().hash == profile.hash
+
+
+def repeated() -> np.ndarray:
+    order = np.tile(np.arange(HEAD, dtype=np.int32), (HEADS, 1))
+    order[1, 7] = 6
+    return order
+
+
+@pytest.mark.parametrize(
+    "layer, change, said",
+    [
+        (0, {"k_order": repeated()}, "k_order of head 1 does not name each of 64 channels once"),
+        (0, {"k_order": np.tile(np.arange(1, HEAD + 1, dtype=np.int32), (HEADS, 1))}, "k_order of head 0 does not name"),
+        (0, {"k_order": np.tile(np.arange(-1, HEAD - 1, dtype=np.int32), (HEADS, 1))}, "k_order of head 0 does not name"),
+        (0, {"k_order": np.tile(np.arange(HEAD), (HEADS, 1))}, "k_order is int64"),
+        (0, {"k_order": np.tile(np.arange(HEAD, dtype=np.float32), (HEADS, 1))}, "k_order is float32"),
+        (0, {"k_order": np.zeros(HEADS, np.int32)}, r"k_order is int32 \(2,\)"),
+        (0, {"k_order": np.arange(HEAD, dtype=np.int32)[None]}, "k_mean is"),
+        (0, {"k_order": np.tile(np.arange(32, dtype=np.int32), (HEADS, 1))}, r"k_scale is \(2, 64\), k_order \(2, 32\)"),
+        (0, {"k_mix": mixing(16)}, "k_mix is float64"),
+        (0, {"k_mix": mixing(24).astype(np.float32)}, r"k_mix is float32 \(24, 24\)"),
+        (0, {"k_mix": mixing(128).astype(np.float32)}, r"k_mix is float32 \(128, 128\)"),
+        (0, {"k_mix": np.ones((16, 8), np.float32)}, r"k_mix is float32 \(16, 8\)"),
+        (0, {"k_mix": np.ones(16, np.float32)}, r"k_mix is float32 \(16,\)"),
+        (0, {"k_mix": np.empty((0, 0), np.float32)}, r"k_mix is float32 \(0, 0\)"),
+        (0, {"k_mix": 1.001 * mixing(16).astype(np.float32)}, "k_mix is not orthogonal: its square is 0.002 off"),
+        (0, {"k_mix": np.full((16, 16), np.nan, np.float32)}, "k_mix is not orthogonal: its square is nan off"),
+        (0, {"k_mix": np.full((16, 16), np.inf, np.float32)}, "k_mix is not orthogonal"),
+        (0, {"k_mix": None}, rf"layer 0 has layout '{ORDERED[0]}' for K, and the tensors \['k_mean', 'k_order', 'k_scale'\]"),
+        (0, {"k_scale": None}, rf"layer 0 has layout '{ORDERED[0]}' for K, and the tensors \['k_mean', 'k_mix', 'k_order'\]"),
+        (2, {"k_order": None}, rf"layer 2 has layout '{ORDERED[1]}' for K, and the tensors \['k_mix', 'k_scale'\]"),
+        (2, {"k_map": np.stack([np.eye(HEAD, dtype=np.float32)] * HEADS)}, rf"layer 2 has layout '{ORDERED[1]}' for K, and the tensors \['k_map'"),
+        (3, {"k_order": np.tile(np.arange(HEAD, dtype=np.int32), (HEADS, 1))}, r"layer 3 has layout 'flat' for K, and the tensors \['k_map'"),
+        (1, {"k_mix": mixing(16).astype(np.float32)}, r"layer 1 has layout '' for K, and the tensors \['k_mix'\]"),
+        (2, {"v_mean": np.ones((HEADS, HEAD), np.float32)}, r"layer 2 has layout '' for V, and the tensors \['v_mean'\]"),
+        (1, {"v_mean": None}, r"layer 1 has layout 'scaled' for V, and the tensors \[\]"),
+        (1, {"v_mean": np.ones((HEADS, HEAD), np.float16)}, "v_mean is float16"),
+        (1, {"v_mean": np.ones(HEAD, np.float32)}, r"v_mean is float32 \(64,\)"),
+        (0, {"v_mean": np.ones((1, HEAD), np.float32)}, "k_mean is"),
+        (1, {"v_mean": np.full((HEADS, HEAD), np.nan, np.float32)}, "v_mean has values that are not finite"),
+        (1, {"v_mean": np.full((HEADS, HEAD), 65536, np.float32)}, r"v_mean has a value of 6.55e\+04"),
+        (1, {"v_mean": np.full((HEADS, HEAD), -3e38, np.float32)}, r"v_mean has a value of -3e\+38"),
+        (3, {"v_mean": np.ones((HEADS, HEAD // 2), np.float32)}, r"v_mean is \(2, 32\), v_map \(2, 64, 64\)"),
+        (1, {"v_map": np.stack([np.eye(HEAD, dtype=np.float32)] * HEADS)}, r"layer 1 has layout 'scaled' for V, and the tensors \['v_map', 'v_mean'\]"),
+    ],
+)
+def test_a_bad_order_or_centre_is_refused(layer, change, said):
+    profile = ordered()
+    with pytest.raises(ProfileError, match=said):
+        ordered(maps={**profile.maps, layer: dataclasses.replace(profile.maps[layer], **change)})
+
+
+def test_an_order_has_a_layout():
+    profile = ordered()
+    for layout in ("", "scaled"):
+        layouts = (layout, *profile.layout_k[1:])
+        with pytest.raises(ProfileError, match=f"layer 0 has layout '{layout}' for K, and the tensors"):
+            ordered(layout_k=layouts, formats=formats_of(layouts))
+    # A matrix may be laid out for such a type too, and values may be centred before one.
+    layouts = (*profile.layout_k[:3], ORDERED[0])
+    assert ordered(layout_k=layouts, formats=formats_of(layouts)).layout_v[3] == "flat"
+
+
+def test_a_file_whose_order_is_no_order(tmp_path):
+    """Written by another hand: the types of tensors, and what is beside them."""
+    model = random_gguf.llama(tmp_path / "m.gguf", n_layer=2)
+
+    made = random_profile(model, layout=ORDERED[0], ordered=True)
+    made.metadata["kvfmt.profile.hash"] = as_kvfmt(made).hash
+    good = Profile.read(made.write(tmp_path / "p.gguf"))
+    good.check_model(model)
+    assert good.layout_k == good.layout_v == (ORDERED[0],) * 2 and good.hash == as_kvfmt(made).hash
+    tensors = dict(made.tensors)
+    for name, dtype, said in (
+        ("k_order", np.float32, "blk.1.kv_k_order has type f32, not i32"), ("k_order", np.int64, "blk.1.kv_k_order has type i64, not i32"),
+        ("k_mix", np.int32, "blk.1.kv_k_mix has type i32, not f16, f32 or f64"), ("k_mix", np.float16, "k_mix is float16"), ("v_mean", np.float16, "v_mean is float16"),
+    ):
+        made.tensors = {**tensors, f"blk.1.kv_{name}": tensors[f"blk.1.kv_{name}"].astype(dtype)}
+        with pytest.raises(KvfmtError, match=said):
+            Profile.read(made.write(tmp_path / "p.gguf"))
+
+
+def test_an_order_or_centre_of_another_model(tmp_path):
+    model = random_gguf.llama(tmp_path / "m.gguf", head=HEAD, n_head_kv=HEADS)
+    good = ordered(fingerprint=fingerprint_of(model))
+    with pytest.raises(ProfileError, match=r"layer 0 has heads of 32 in it, 64 in this model \(v_mean\)"):
+        good.check_model(model)
+    maps = {**good.maps, **{layer: dataclasses.replace(good.maps[layer], v_mean=np.ones((HEADS, HEAD), np.float32)) for layer in (0, 1)}}
+    ordered(fingerprint=fingerprint_of(model), maps=maps).check_model(model)
+
+
 def small() -> Profile:
-    """A layer with matrices and one with vectors."""
-    profile = make(layers=2, head=4, heads=1)
-    vectors = LayerMaps(np.ones((1, 4), np.float32), k_scale=np.full((1, 4), 0.5, np.float32))
-    return dataclasses.replace(profile, maps={**profile.maps, 1: vectors}, layout_k=("flat", "scaled"))
+    """A layer with matrices, one with vectors, one with an order and one with a map of values beside their mean."""
+    profile = make(layers=4, head=4, heads=1)
+    mean, scale = np.ones((1, 4), np.float32), np.full((1, 4), 0.5, np.float32)
+    order = LayerMaps(mean, k_scale=scale, k_order=np.array([[2, 0, 3, 1]], np.int32), k_mix=mixing(2).astype(np.float32), v_mean=mean)
+    centred = dataclasses.replace(profile.maps[3], v_mean=-mean)
+    layouts = ("flat", "scaled", ORDERED[0], "flat")
+    return dataclasses.replace(
+        profile, maps={0: profile.maps[0], 1: LayerMaps(mean, k_scale=scale), 2: order, 3: centred}, layout_k=layouts,
+        layout_v=("", "", "scaled", "flat"), formats=formats_of(layouts),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +412,8 @@ def test_extents_that_no_file_holds_are_refused(small_file, extents):
 
 def test_every_truncation_is_refused(small_file):
     data, path = small_file
-    end = max(t.offset + t.floats().nbytes for t in read_gguf(_written(path, data)).tensors.values())
+    tensors = read_gguf(_written(path, data)).tensors.values()
+    end = max(t.offset + (t.integers() if t.name.endswith("k_order") else t.floats()).nbytes for t in tensors)
     for size in [*range(0, end, 7), end - 1]:
         with pytest.raises(KvfmtError):
             read_bytes(data[:size], path)
@@ -349,8 +507,10 @@ def test_other_versions_are_refused(small_file):
     data, path = small_file
     key = b"kvfmt.profile.version"
     at = data.index(key) + len(key) + 4
-    with pytest.raises(ProfileError, match="version 2"):
-        read_bytes(data[:at] + b"\2" + data[at + 1 :], path)
+    for version in (1, 3):
+        with pytest.raises(ProfileError, match=f"damaged.gguf: it is of version {version}") as refused:
+            read_bytes(data[:at] + bytes([version]) + data[at + 1 :], path)
+        assert refused.value.hint == "This build reads version 2. Make it again: kvfmt calibrate"
 
 
 def test_show(tmp_path):

@@ -104,17 +104,68 @@ def test_layers_that_cost_more_get_more(tmp_path):
     assert few.best_uniform is None or few.best_uniform[1].predicted >= few.tuned.predicted
 
 
-def test_keys_without_maps_are_a_choice_and_bring_none(tmp_path):
-    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+def sides(profiles: t.Profiles, layer: int, side: str, kinds: tuple[str, ...]) -> list[int]:
+    return [t.allocated(profiles, layer, side, kind, 512) for kind in kinds]
+
+
+def test_keys_and_values_without_maps_are_a_choice_and_bring_none(tmp_path):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=3)
     base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
     profiles = t.Profiles(base)
-    made = profiles.make(["kve8_2:plain", "kve8_2"], ["kve8_2", "q8_0"], "two kinds")
-    assert made.types_k == ("kve8_2", "kve8_2") and made.layout_k == ("", "flat") and sorted(made.maps) == [1]
-    with_maps, without = (t.allocated(profiles, 0, "k", kind, 512) for kind in ("kve8_2", "kve8_2:plain"))
+    made = profiles.make(["kve8_2:plain", "kve8_2", "q8_0:plain"], ["kve8_2", "q8_0:plain", "q8_0:plain"], "two kinds")
+    assert made.types_k == ("kve8_2", "kve8_2", "q8_0") and made.types_v == ("kve8_2", "q8_0", "q8_0")
+    assert made.layout_k == ("", "flat", "") and made.layout_v == ("scaled", "", "")
+    assert {layer: set(maps.arrays()) for layer, maps in made.maps.items()} == {0: {"v_mean"}, 1: {"k_mean", "k_map", "q_map"}}
+    with_maps, without = sides(profiles, 0, "k", ("kve8_2", "kve8_2:plain"))
     assert with_maps - without == made.maps[1].nbytes
+    centred, plain = sides(profiles, 0, "v", ("kve8_2", "kve8_2:plain"))
+    assert centred - plain == made.maps[0].nbytes == 2 * 64 * 4
     made.write(tmp_path / "two.gguf")
     with Engine(path) as engine, engine.open(Cache("", 0, tmp_path / "two.gguf"), 512) as session:
-        assert session.allocated.sidecar_bytes == made.maps[1].nbytes
+        assert session.allocated.sidecar_bytes == made.sidecar_bytes
+
+
+def test_channels_in_order_are_a_choice(tmp_path):
+    """A type that orders channels takes vectors in place of matrices; nothing of another candidate of the layer is in the way."""
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=4)
+    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    profiles = t.Profiles(base)
+    made = profiles.make(["kvt3:scaled", "kvt3", "kvt4:scaled", "kve8_2:scaled"], ["f16", "kve8_2", "kve8_2", "kvq4"], "four kinds")
+    assert made.types_k == ("kvt3", "kvt3", "kvt4", "kve8_2") and made.layout_k == ("kvt3", "kvt3", "kvt4", "scaled")
+    assert made.layout_v == ("", "scaled", "scaled", "scaled")
+    order = {"k_mean", "k_scale", "k_order", "k_mix"}
+    assert [set(made.maps[layer].arrays()) for layer in range(4)] == [order, {"k_mean", "k_map", "q_map", "v_mean"}, order | {"v_mean"}, {"k_mean", "k_scale", "v_mean"}]
+    for layer in range(1, 4):
+        np.testing.assert_array_equal(made.maps[layer].v_mean, base.statistics[layer].v_centre.astype(np.float32))
+    ordered, vectors, flat = sides(profiles, 0, "k", ("kvt3:scaled", "kve8_3:scaled", "kve8_3:plain"))
+    assert ordered - flat == made.maps[0].nbytes == 3 * 2 * 64 * 4 + 16 * 16 * 4 and vectors - flat == 2 * 2 * 64 * 4
+    # Every option's bytes are a part of the profile's, and of the budget.
+    total = sum(t.allocated(profiles, layer, side, kind, 512) for side, kinds in (("k", ("kvt3:scaled", "kvt3", "kvt4:scaled", "kve8_2:scaled")), ("v", ("f16", "kve8_2", "kve8_2", "kvq4"))) for layer, kind in enumerate(kinds))
+    rows = {"kvt3": 26, "kvt4": 34, "kve8_2": 18, "kvq4": 34, "f16": 128}
+    assert total == made.sidecar_bytes + 512 * 2 * sum(rows[name] for name in (*made.types_k, *made.types_v))
+    made.write(tmp_path / "four.gguf")
+    assert Profile.read(tmp_path / "four.gguf").hash == made.hash
+    with Engine(path) as engine, engine.open(Cache("", 0, tmp_path / "four.gguf"), 512) as session:
+        assert session.allocated.sidecar_bytes == made.sidecar_bytes
+
+
+def test_a_value_is_measured_with_its_mean(tmp_path):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+    profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (128,), 128).profile)
+    centred, plain = (Profile.read(profiles.alone(1, "v", kind, tmp_path).profile) for kind in ("kve8_2", "kve8_2:plain"))
+    assert centred.types_v == plain.types_v == ("f16", "kve8_2") and centred.types_k == ("f16", "f16")
+    assert centred.layout_v == ("", "scaled") and plain.layout_v == ("", "") and not plain.maps
+    assert set(centred.maps) == {1} and set(centred.maps[1].arrays()) == {"v_mean"}
+
+
+def test_values_are_not_centred_where_attention_does_not_sum_to_one(tmp_path):
+    path = random_gguf.sinks(tmp_path / "model.gguf")
+    profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (64,), 128).profile)
+    layers = profiles.base.layers
+    made = profiles.make(["q8_0:scaled"] * layers, ["kve8_2"] * layers, "sinks")
+    assert set(made.layout_v) == {""} and all(set(maps.arrays()) == {"k_scale"} for maps in made.maps.values())
+    centred, plain = sides(profiles, 0, "v", ("kve8_2", "kve8_2:plain"))
+    assert centred == plain
 
 
 def test_keys_with_vectors_alone_are_a_choice(tmp_path):
@@ -162,6 +213,10 @@ def test_heads_that_are_not_rotated_are_not_scaled(tmp_path, monkeypatch):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2, head=96, n_head=2, n_head_kv=1)
     base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
     monkeypatch.setattr(t, "measure", lambda *_: pytest.fail("it was measured"))
+    # Channels in order are mixed by the profile: such a candidate is no matter of the rotation, here of its blocks.
+    t.Profiles(base).check_rotated(("kvt3:scaled",))
+    with Engine(path) as engine, pytest.raises(KvfmtError, match="kvt3 with block 64 does not divide 96 values"):
+        t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(9.0), {"k": ("q4_0", "kvt3:scaled"), "v": ("q8_0",)})
     with Engine(path) as engine, pytest.raises(KvfmtError, match="candidate 'q8_0:scaled' for K: layer 0 has heads of 96, which llama.cpp does not rotate"):
         t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(9.0), {"k": ("q4_0", "q8_0:scaled"), "v": ("q8_0",)})
 
@@ -200,10 +255,10 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
         (["--bits", "3", "--memory", "1G"], "a budget is needed, and only one"),
         (["--memory", "1G"], "--memory says nothing without --context"),
         (["--bits", "3", "--k", "kvq9"], "unknown cache type 'kvq9'"),
-        (["--bits", "3", "--k", "kvt3:plain"], "candidate 'kvt3:plain' for K: kvt3 needs maps"),
-        (["--bits", "3", "--v", "kve8_2:plain"], "candidate 'kve8_2:plain' for V: values have no maps"),
-        (["--bits", "3", "--k", "kvt4:scaled"], "candidate 'kvt4:scaled' for K: kvt4 needs maps"),
-        (["--bits", "3", "--v", "q8_0:scaled"], "candidate 'q8_0:scaled' for V: values have no maps"),
+        (["--bits", "3", "--k", "kvt3:plain"], "candidate 'kvt3:plain' for K: kvt3 needs its channels in order"),
+        (["--bits", "3", "--v", "q8_0:scaled"], "candidate 'q8_0:scaled' for V: values are centred, not scaled"),
+        (["--bits", "3", "--v", "f16:plain"], "candidate 'f16:plain' for V: f16 values are stored as they are"),
+        (["--bits", "3", "--k", "kvt4:scaled", "--v", "kve8_2:plain"], "no model 'no-such-model'"),
         (["--bits", "3", "--k", "f16:scaled"], "candidate 'f16:scaled' for K: f16 keys are stored as they are"),
         (["--bits", "3", "--k", "q8_0:plain:scaled"], "unknown cache type"),
         (["--memory", "much", "--context", "1k"], "memory 'much' is no size"),
@@ -218,7 +273,8 @@ def test_what_is_asked_is_checked_first(arguments, words, tmp_path):
 def test_the_costs_of_a_place_follow_the_noise_of_its_types_above_a_floor_that_falls(tmp_path, monkeypatch):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=4)
     profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (128,), 128).profile)
-    candidates = {"k": ("kvt3", "kvt4", "kve8_2:plain", "kve8_2:scaled", "q8_0:scaled"), "v": ("kve8_2", "kve8_3", "q8_0")}
+    candidates = {"k": ("kvt3", "kvt4", "kve8_2:plain", "kve8_2:scaled", "q8_0:scaled", "kvt3:scaled"), "v": ("kve8_2", "kve8_3", "q8_0", "kve8_2:plain")}
+    part = {"scaled": 0.5, "plain": 2, "": 1}
     floor = {0: 0.4, 1: 0.3, 2: 0.2, 3: 0.1}
     asked, rng = [], np.random.default_rng(5)
 
@@ -228,19 +284,19 @@ def test_the_costs_of_a_place_follow_the_noise_of_its_types_above_a_floor_that_f
         for cache in caches:
             layer, side, kind = cache.profile.name.removesuffix(".gguf").split(".", 2)
             name, _, how = kind.partition(".")
-            clean = (1 + int(layer)) * tune_costs.noise(name) * (0.5 if how == "scaled" else 1) if kind != "f32" else 0.0
+            clean = (1 + int(layer)) * tune_costs.noise(name) * part[how] if kind != "f32" else 0.0
             klds.append(floor[int(layer)] + clean + 1e-3 * rng.standard_normal())
         return klds
 
     monkeypatch.setattr(t, "distances", found)
     options = t.measure(None, profiles, TEXT, None, dict.fromkeys(range(4), 512), candidates, tmp_path)
-    assert len(asked) == 4 * 8 + 8
+    assert len(asked) == 4 * 10 + 8
     costs = {(o.layer, o.side, o.type): o.kld for o in options}
     for layer in range(4):
         assert costs[layer, "k", "f16"] == costs[layer, "v", "f16"] == 0
         for side in "kv":
             for kind in candidates[side]:
-                expected = (1 + layer) * tune_costs.noise(tune_costs.type_of(kind)) * (0.5 if kind.endswith("scaled") else 1)
+                expected = (1 + layer) * tune_costs.noise(tune_costs.type_of(kind)) * part[tune_costs.treatment(kind)[1:]]
                 # q8_0 alone lies far below the noise of the measurement: its neighbours say what it costs.
                 assert costs[layer, side, kind] == pytest.approx(expected, rel=0.1), (layer, side, kind)
 
