@@ -112,7 +112,7 @@ def _pooled(parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple
 
 
 class Collector:
-    """Gathers statistics from a watched forward pass. ``watch.on`` says when; call ``begin(position)`` before every pass."""
+    """Gathers statistics from a watched forward pass. Act within ``watch.watching()``; call ``begin(position)`` before every pass."""
 
     def __init__(self) -> None:
         self.layers: dict[int, _Layer] = {}
@@ -314,24 +314,23 @@ class Context:
         self._lib.llama_memory_clear(self._memory, True)
         batch = self._lib.llama_batch_init(UBATCH, 0, 1)
         watch = self._collector.watch
-        watch.on = True
         try:
-            for start in range(0, len(tokens), UBATCH):
-                part = tokens[start : start + UBATCH]
-                batch.n_tokens = len(part)
-                for i, token in enumerate(part):
-                    batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), start + i, 1, False
-                    batch.seq_id[i][0] = 0
-                self._collector.begin(start, len(tokens))
-                status = self._lib.llama_decode(self._context, batch)
-                # Without logits the call returns before the work is done.
-                self._lib.llama_synchronize(self._context)
-                watch.check()
-                if status:
-                    raise CalibrationError(f"llama.cpp could not decode at token {start}: status {status}", "A smaller context may fit.")
-                on_tokens(len(part))
+            with watch.watching():
+                for start in range(0, len(tokens), UBATCH):
+                    part = tokens[start : start + UBATCH]
+                    batch.n_tokens = len(part)
+                    for i, token in enumerate(part):
+                        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), start + i, 1, False
+                        batch.seq_id[i][0] = 0
+                    self._collector.begin(start, len(tokens))
+                    status = self._lib.llama_decode(self._context, batch)
+                    # Without logits the call returns before the work is done.
+                    self._lib.llama_synchronize(self._context)
+                    watch.check()
+                    if status:
+                        raise CalibrationError(f"llama.cpp could not decode at token {start}: status {status}", "A smaller context may fit.")
+                    on_tokens(len(part))
         finally:
-            watch.on = False
             self._lib.llama_batch_free(batch)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import signal
+import threading
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import numpy as np
 
@@ -118,14 +121,14 @@ class Node:
 
 
 class Watch:
-    """The callback. ``wanted(node)`` is asked of every node before it is computed, ``seen(node)`` is called after, while ``on``.
+    """The callback. ``wanted(node)`` is asked of every node before it is computed, ``seen(node)`` is called after, within ``watching()``.
 
     Every wanted node ends a stretch of the graph that runs at once, and stops fusions across it. An exception in
     either ends the pass early; llama_decode does not say so: call ``check()`` after it.
     """
 
     def __init__(self, wanted: Callable[[Node], bool], seen: Callable[[Node], None]) -> None:
-        self._ask, self._tell, self.on = wanted, seen, False
+        self._ask, self._tell, self._on = wanted, seen, False
         self.error: Optional[BaseException] = None
         _library()
         # The library holds only the pointer: the object must live as long as the context.
@@ -134,19 +137,47 @@ class Watch:
     def _call(self, tensor: int, ask: bool, _: Any) -> bool:
         # An exception must not cross the C frames above.
         try:
-            if not self.on:
+            if not self._on:
                 return not ask
             node = Node(_Tensor.from_address(tensor))
             if ask:
                 return bool(self._ask(node))
             self._tell(node)
-            return True
+            return self.error is None
         except BaseException as error:  # noqa: BLE001
             self.error = self.error or error
             return False
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Looks on while the block runs.
+
+        What handlers of SIGINT and SIGTERM raise meanwhile is kept for ``check``, which the end of the block calls: raised on the way into
+        the callback, or out of it, it would be printed and forgotten, and the work would go on.
+        """
+        kept = {}
+        if threading.current_thread() is threading.main_thread():
+            kept = {number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))}
+
+        def keep(number: int, frame: Any) -> None:
+            try:
+                kept[number](number, frame)
+            except BaseException as error:  # noqa: BLE001
+                self.error = self.error or error
+
+        for number in kept:
+            signal.signal(number, keep)
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+        self.check()
+
     def check(self) -> None:
-        """Raises what was raised within the callback."""
+        """Raises what was raised within the callback, or by a signal's handler."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import random_gguf
 from converters import state as states
 from kvfmt import calibrate as c
+from kvfmt.bindings import patched_bindings
 from kvfmt.build.models import fetch_model
 from kvfmt.cli import app
 from kvfmt.errors import KvfmtError
@@ -137,10 +139,8 @@ def test_what_is_asked_is_what_attention_uses(smollm2):
         context = model.create_context(params)
         space = (ctypes.c_int32 * 300)(*tokens.tolist())
         batch = model.lib.llama_batch_get_one(space, 300)
-        watch.on = True
-        assert model.lib.llama_decode(context, batch) == 0
-        watch.on = False
-        watch.check()
+        with watch.watching():
+            assert model.lib.llama_decode(context, batch) == 0
         model.lib.llama_free(context)
     for layer in (0, 29):
         (attention,) = collector.read[layer]
@@ -375,3 +375,38 @@ def test_vectors_save_the_keys_of_a_model_with_large_offsets(tmp_path):
 def test_default_lengths_end_where_the_model_does(tmp_path):
     path = random_gguf.llama(tmp_path / "m.gguf", n_layer=1, n_ctx=96)
     assert c.calibrate(find_subject(path), [TEXT], None, 96, threads=1).profile.provenance["context"] == [96]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_on_the_way_into_the_callback_ends_the_pass(number):
+    """Raised there it would be printed and forgotten: it is kept, the pass ends, and it is raised when the call is back."""
+    seen = []
+
+    def ask(node) -> bool:
+        seen.append(node.op)
+        return True
+
+    watch = Watch(ask, lambda node: None)
+    call, calls = watch._call, []
+
+    def interrupted(tensor, asked, data):
+        calls.append(asked)
+        if len(calls) == 5:
+            signal.raise_signal(number)  # where a signal finds the callback before its first line
+        return call(tensor, asked, data)
+
+    watch.callback = patched_bindings().llama_cpp.ggml_backend_sched_eval_callback(interrupted)
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with LoadedModel(fetch_model("smollm2"), 1) as model:
+            (tokens,) = c.contexts_of(model, TEXT, 64, 1)
+            context = model.create_context(collector_params(model, watch))
+            space = (ctypes.c_int32 * 64)(*tokens.tolist())
+            with pytest.raises(KeyboardInterrupt):
+                with watch.watching():
+                    model.lib.llama_decode(context, model.lib.llama_batch_get_one(space, 64))
+                    model.lib.llama_synchronize(context)
+            assert signal.getsignal(number) is signal.default_int_handler and len(seen) < 20
+            model.lib.llama_free(context)
+    finally:
+        signal.signal(number, before)

@@ -72,11 +72,8 @@ def evaluate(session: Session, tokens: Sequence[int], geometry: Geometry) -> tup
     watch = session.watch
     session.clear()
     watch.seen.clear()
-    watch.on = True
-    try:
+    with watch.watching():
         last = session.decode(tokens, "last")
-    finally:
-        watch.on = False
     data = session.save()
     state = states.read(data)
     slots = [Slot(c, i) for c, cache in enumerate(state.caches) for i in range(len(cache.only.k))]
@@ -129,11 +126,8 @@ def attention_received(session: Session, stored: Stored, tokens: Sequence[int]) 
     session.load(stored.bytes())
     n_old, n_new = session.n_past, len(tokens)
     watch.seen.clear()
-    watch.on = True
-    try:
+    with watch.watching():
         session.decode(tokens, "last")
-    finally:
-        watch.on = False
     found = np.zeros((geometry.layers, n_old))
     group = geometry.heads // geometry.kv_heads
     windowed = len(stored.state.caches) > 1
