@@ -9,8 +9,9 @@ Metadata says the rest, lists with one entry for each layer:
     kvfmt.cache.formats       "name=spec hash" of every kvfmt type in it
     kvfmt.cache.types_k, _v   names of the types; "" where a layer is missing
     kvfmt.cache.head_k, _v    values of a head before padding, u32
-    kvfmt.cache.domain_k, _v  what was done before storing: "plain", "hadamard N" (of runs of N values), "map" (of the profile), or
-                              "scaled" (by the profile's mean and scale), alone or before ", hadamard N"
+    kvfmt.cache.domain_k, _v  what was done before storing: "plain", "hadamard N" (of runs of N values), "map" (of the profile: its
+                              matrices, or its channels in order and mixed), or "scaled" (its mean and scale, of values its mean),
+                              alone or before ", hadamard N"
     kvfmt.cache.interleaved   whether keys came in transformers' order and are stored in llama.cpp's
     kvfmt.cache.profile       the profile's hash, where a domain is "map" or "scaled"; the profile itself is attached as in a model
 """
