@@ -140,7 +140,7 @@ def test_a_profile_without_matrices_is_undone(interleave):
         np.testing.assert_allclose(got.numpy(), store.decode(store.encode(given)), atol=1e-5)
     # The channels are in a random order here, not by importance: some have 3 bits and are large.
     assert np.corrcoef(found[0].numpy().ravel(), x.ravel())[0, 1] > 0.8 and np.mean((found[1].numpy() - y) ** 2) < 0.15
-    assert abs(found[1].numpy().mean() - y.mean()) < 0.01
+    assert abs(found[1].numpy().mean() - y.mean()) < 0.1
     # Of half types too.
     again = layer.k.read(torch.empty(0, dtype=torch.bfloat16))
     assert again.dtype == torch.bfloat16
