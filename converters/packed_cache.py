@@ -33,7 +33,7 @@ from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, GgufFile, parse_gguf, read_gguf
 from kvfmt.head_store import HeadStore
 from kvfmt.policy import cache_type, known_types
-from kvfmt.profile import ATTACHED, ATTACHED_BYTES, MAX_LAYERS, Profile, attached, formats_of
+from kvfmt.profile import ATTACHED, ATTACHED_BYTES, MAX_LAYERS, Profile, ProfileError, attached, formats_of
 from kvfmt.side_maps import SideMaps
 
 ARCHITECTURE = "kvfmt-cache"
@@ -237,7 +237,11 @@ def _profile(file: GgufFile, digest: str, given: Profile | None, layers: int) ->
         carried = attached(file)
         if carried is None:
             raise CacheFileError("it is mapped, and does not carry its profile", "Give the profile that it was written under.")
-        found = Profile.of(parse_gguf("the attached profile", memoryview(carried)))
+        try:
+            found = Profile.of(parse_gguf("the attached profile", memoryview(carried)))
+        except ProfileError as error:
+            # Another profile would not read it.
+            raise CacheFileError(error.message, "Read it with the build that wrote it.") from None
     if found.hash != digest:
         raise CacheFileError(f"it was written under profile {digest[:16]}, this is {found.hash[:16]}", "Give the profile that it was written under.")
     if found.layers != layers:

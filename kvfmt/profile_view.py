@@ -100,11 +100,10 @@ def layer_table(profile: Profile) -> Table:
         numbers = ("-",) * 3 if found is None else (f"{found[0].mean():.1f}", f"{found[0].min():.1f}", f"{found[1].min():.1f}")
         table.add_row(str(layer), heads, profile.layout_k[layer] or "-", profile.layout_v[layer] or "-", types, centred or "no", _means(sides[0]), *numbers)
     table.caption = (
-        "mean: which of K and V are centred. by: what keys are mapped by, a matrix for each head (its type), a scale\n"
-        "for each channel, or scales and an order of the channels. gain: by how many dB that lowers the expected\n"
-        "squared error of a logit below a plain Hadamard's, mean and least of the layer's heads; 6 dB is one bit.\n"
-        "Channels in order count with their type's noise, against the best type of its size without. first: least\n"
-        "gain for the first token's key."
+        "mean: which of K and V are centred. by: what keys are mapped by, a matrix for each head (its type), a scale for each channel, "
+        "or scales and an order of the channels. gain: by how many dB that lowers the expected squared error of a logit below a plain "
+        "Hadamard's, mean and least of the layer's heads; 6 dB is one bit. Channels in order count with their type's noise, against the "
+        "best type of that size that has none. first: least gain for the first token's key."
     )
     table.caption_justify = "left"
     return table

@@ -339,6 +339,13 @@ def test_a_mapped_cache_carries_its_profile(tmp_path, layout, kv, how):
         read_cache(path, profile(layout=layout, seed=2, **how))
     with pytest.raises(KvfmtError, match="cannot be read without its profile"):
         file_of(path, stores)
+    # Under a profile of an older kvfmt: its own version is another matter.
+    data, key = bytearray(path.read_bytes()), b"kvfmt.profile.version"
+    data[data.index(key) + len(key) + 4] = 1
+    path.write_bytes(data)
+    with pytest.raises(KvfmtError, match="cache.gguf: the profile is of version 1, which an older kvfmt wrote") as refused:
+        read_cache(path)
+    assert refused.value.hint == "Read it with the build that wrote it."
 
 
 class _Gguf:

@@ -12,12 +12,14 @@ from gguf import GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
 import random_gguf
 from random_profile import as_kvfmt, random_profile
 from kvfmt import registry
 from kvfmt.errors import KvfmtError
 from kvfmt.calibrate import stored_maps
+from kvfmt.cli import app
 from kvfmt.distortion import slot_noise
 from kvfmt.geometry import key_maps, layout_for, mixing
 from kvfmt.gguf_read import read_gguf
@@ -512,10 +514,22 @@ def test_other_versions_are_refused(small_file):
     data, path = small_file
     key = b"kvfmt.profile.version"
     at = data.index(key) + len(key) + 4
-    for version in (1, 3):
-        with pytest.raises(ProfileError, match=f"damaged.gguf: it is of version {version}") as refused:
+    for version, wrote, hint in ((1, "an older", "Make it again: kvfmt calibrate"), (VERSION + 1, "a newer", "Update kvfmt.")):
+        with pytest.raises(ProfileError, match=f"damaged.gguf: the profile is of version {version}, which {wrote} kvfmt wrote") as refused:
             read_bytes(data[:at] + bytes([version]) + data[at + 1 :], path)
-        assert refused.value.hint == "This build reads version 2. Make it again: kvfmt calibrate"
+        assert refused.value.hint == f"This build reads version {VERSION}. {hint}"
+
+
+def test_commands_refuse_an_old_profile(small_file, tmp_path):
+    data, path = small_file
+    key = b"kvfmt.profile.version"
+    at = data.index(key) + len(key) + 4
+    path.write_bytes(data[:at] + b"\1" + data[at + 1 :])
+    model = random_gguf.llama(tmp_path / "m.gguf")
+    for command in (["profile", "show", str(path)], ["calibrate", str(model), "--statistics", str(path), "-o", str(tmp_path / "p.gguf")]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1 and "the profile is of version 1, which an older kvfmt wrote" in " ".join(result.output.split())
+    assert not (tmp_path / "p.gguf").exists()
 
 
 def shown(profile: Profile, width: int = 80) -> dict[str, list[str]]:
