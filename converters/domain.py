@@ -1,7 +1,7 @@
 """In which coordinates a cache stores a row: as it is, rotated, or under a profile.
 
 An f16 cache has K and V as they are. A quantized one has them rotated by llama.cpp's Hadamard transform, or, where a profile
-has a matrix for the layer, mapped by it instead; a profile's vectors act first, and are rotated after.
+has a matrix for the layer or an order of its channels, mapped by it instead; a profile's vectors alone act first, and are rotated after.
 """
 
 from __future__ import annotations

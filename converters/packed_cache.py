@@ -9,8 +9,9 @@ Metadata says the rest, lists with one entry for each layer:
     kvfmt.cache.formats       "name=spec hash" of every kvfmt type in it
     kvfmt.cache.types_k, _v   names of the types; "" where a layer is missing
     kvfmt.cache.head_k, _v    values of a head before padding, u32
-    kvfmt.cache.domain_k, _v  what was done before storing: "plain", "hadamard N" (of runs of N values), "map" (of the profile), or
-                              "scaled" (by the profile's mean and scale), alone or before ", hadamard N"
+    kvfmt.cache.domain_k, _v  what was done before storing: "plain", "hadamard N" (of runs of N values), "map" (of the profile: its
+                              matrices, or its channels in order and mixed), or "scaled" (its mean and scale, of values its mean),
+                              alone or before ", hadamard N"
     kvfmt.cache.interleaved   whether keys came in transformers' order and are stored in llama.cpp's
     kvfmt.cache.profile       the profile's hash, where a domain is "map" or "scaled"; the profile itself is attached as in a model
 """
@@ -32,7 +33,7 @@ from kvfmt.errors import KvfmtError
 from kvfmt.gguf_read import ARRAY, STRING, U32, GgufFile, parse_gguf, read_gguf
 from kvfmt.head_store import HeadStore
 from kvfmt.policy import cache_type, known_types
-from kvfmt.profile import ATTACHED, ATTACHED_BYTES, MAX_LAYERS, Profile, attached, formats_of
+from kvfmt.profile import ATTACHED, ATTACHED_BYTES, MAX_LAYERS, Profile, ProfileError, attached, formats_of
 from kvfmt.side_maps import SideMaps
 
 ARCHITECTURE = "kvfmt-cache"
@@ -236,7 +237,11 @@ def _profile(file: GgufFile, digest: str, given: Profile | None, layers: int) ->
         carried = attached(file)
         if carried is None:
             raise CacheFileError("it is mapped, and does not carry its profile", "Give the profile that it was written under.")
-        found = Profile.of(parse_gguf("the attached profile", memoryview(carried)))
+        try:
+            found = Profile.of(parse_gguf("the attached profile", memoryview(carried)))
+        except ProfileError as error:
+            # Another profile would not read it.
+            raise CacheFileError(error.message, "Read it with the build that wrote it.") from None
     if found.hash != digest:
         raise CacheFileError(f"it was written under profile {digest[:16]}, this is {found.hash[:16]}", "Give the profile that it was written under.")
     if found.layers != layers:

@@ -122,14 +122,14 @@ def calibrate(
     n_ctx: Optional[list[int]] = typer.Option(None, min=2, help="tokens of a context that is run; may be given several times; default: 1024"),
     reach: Optional[int] = typer.Option(None, min=0, help="tokens of the longest context that the profile is for; default: 8,192, or the model's if less"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
-    v: str = typer.Option("none", "--v", help="type of the V cache that maps are made for; none: values stay as they are"),
-    kind: str = typer.Option("full", "--map", help="full: a matrix for each head; channels: a factor for each channel, next to no memory; pairs: one for each RoPE pair; none: only the mean"),
-    centre: bool = typer.Option(True, help="subtract the mean key, where that changes nothing"),
+    v: str = typer.Option("none", "--v", help="none: values have no maps; they are centred all the same, unless --no-centre"),
+    kind: str = typer.Option("full", "--map", help="full: a matrix for each head; channels: a factor for each channel, and their order if --k wants one, next to no memory; pairs: a factor for each RoPE pair; none: only the means"),
+    centre: bool = typer.Option(True, help="store keys without their mean, and values without theirs, weighed by attention, where that changes nothing"),
     statistics: Optional[Path] = typer.Option(None, help="take those of this profile of the same model, and run nothing: to make maps for another type"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.kvprofile.gguf in this folder"),
     threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
 ) -> None:
-    """Measure a model's keys and queries, and write the profile that makes its K cache more exact."""
+    """Measure a model's keys, queries and values, and write the profile that makes its quantized cache more exact."""
     from kvfmt import calibrate as work, geometry, profile_view
     from kvfmt.build.console import progress, step
     from kvfmt.build.files import check_place
@@ -137,11 +137,10 @@ def calibrate(
     from kvfmt.profile import Profile
     from kvfmt.subjects import find_model, find_text
 
-    if kind not in geometry.MAPS:
-        raise UnknownName(f"unknown map '{kind}'", "Known: " + ", ".join(geometry.MAPS))
     if v != "none":
-        raise UnknownName(f"no layout for values of type '{v}'", "Values are stored as they are: --v none.")
+        raise UnknownName(f"no layout for values of type '{v}'", "Values have no maps, only their mean: --v none.")
     layout = geometry.layout_for(k)
+    geometry.check_kind(kind, layout)
     subject, texts = find_model(model), [find_text(name) for name in text]
     target = output or Path(f"{subject.name}.kvprofile.gguf")
     # Not after minutes of measuring.
@@ -155,7 +154,7 @@ def calibrate(
     made.profile.write(target)
     bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
     if centre and bound:
-        console.print(f"keys are not centred in layers {', '.join(str(layer) for layer in bound)}: a logit soft-cap or attention sinks make it matter")
+        console.print(f"keys and values are not centred in layers {', '.join(str(layer) for layer in bound)}: a logit soft-cap or attention sinks make it matter")
     console.print(profile_view.summary(made.profile))
     step(f"profile: {target} ({made.profile.sidecar_bytes / 2**20:.2f} MiB of maps)")
 

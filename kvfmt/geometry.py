@@ -228,12 +228,18 @@ def head_map(keys: np.ndarray, queries: np.ndarray, kind: str, rotated: int, adj
     if kind in ("pairs", "channels"):
         # Keys are stored, and queries ask, after RoPE: nothing has to commute with it.
         a, inverse = pair_map(keys, queries, rotated if kind == "pairs" else 0, adjacent)
-    elif kind == "none":
-        a = inverse = np.eye(len(keys))
     else:
-        raise UnknownName(f"unknown map '{kind}'", "Known: " + ", ".join(MAPS))
+        a = inverse = np.eye(len(keys))
     spectrum = np.sqrt(np.diag(a @ keys @ a.T) * np.diag(inverse @ queries @ inverse.T))
     return a, inverse, spectrum
+
+
+def check_kind(kind: str, layout: Layout) -> None:
+    """Raises UnknownName unless ``kind`` is one of MAPS, KvfmtError if its channels do not suit the layout."""
+    if kind not in MAPS:
+        raise UnknownName(f"unknown map '{kind}'", "Known: " + ", ".join(MAPS))
+    if kind not in ORDERED and layout is not FLAT:
+        raise KvfmtError(f"the channels of map '{kind}' are not of the size that layout {layout.name} counts on", "Use one of: " + ", ".join(ORDERED))
 
 
 def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "full", centre: bool = True) -> KeyMaps:
@@ -242,8 +248,7 @@ def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "fu
     Scaled so that stored keys have mean power 1. Raises UnknownName for an unknown ``kind``, KvfmtError for damaged statistics,
     and for a map other than ORDERED with a layout other than FLAT.
     """
-    if kind not in ORDERED and layout is not FLAT:
-        raise KvfmtError(f"the channels of map '{kind}' are not of the size that layout {layout.name} counts on", "Use one of: " + ", ".join(ORDERED))
+    check_kind(kind, layout)
     centre = centre and statistics.shift_free
     seen = (statistics.k_cov if centre else statistics.k_moment()).astype(np.float64)
     plain_seen = statistics.k_moment().astype(np.float64)

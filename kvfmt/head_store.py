@@ -1,9 +1,9 @@
 """How heads of K or V are stored outside llama.cpp: type, padding, rotation or map; numpy in, packed bytes out, and back.
 
 The bytes are those that llama.cpp stores for the same values: unmapped quantized sides are rotated as it rotates them, keys after
-a profile's mean and scale; mapped ones hold A (k - m) and B v of the profile. What differs is the reading: llama.cpp asks with
-turned queries, here the stored keys are turned back, which gives attention the same scores up to a constant that its softmax
-does not see, and lets any attention read them. A head that is not whole blocks is padded with zeros before the rotation, which llama.cpp refuses.
+a profile's mean and scale, values after its mean; mapped ones hold what side_maps.py says. What differs is the reading: llama.cpp asks
+with turned queries and adds the mean of values to the output of attention, here what is stored is turned back, mean and all, which gives
+attention the same scores up to a constant that its softmax does not see, and lets any attention read them. A head that is not whole blocks is padded with zeros before the rotation, which llama.cpp refuses.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HeadStore:
 
     @property
     def mapped(self) -> bool:
-        """Whether it does by a matrix, in place of the rotation."""
+        """Whether it does by a matrix, of a head or of groups of its channels, in place of the rotation."""
         return self.profiled and self.maps.mixes
 
     @property

@@ -487,7 +487,11 @@ def _read(file: GgufFile) -> Profile:
 
     version = get("version", U32)
     if version != VERSION:
-        raise ProfileError(f"it is of version {version}", f"This build reads version {VERSION}. Make it again: kvfmt calibrate")
+        older = version < VERSION
+        raise ProfileError(
+            f"the profile is of version {version}, which {'an older' if older else 'a newer'} kvfmt wrote",
+            f"This build reads version {VERSION}. " + ("Make it again: kvfmt calibrate" if older else "Update kvfmt."),
+        )
     texts = (ARRAY, STRING)
     layers = get("model.layers", U32)
     if not 1 <= layers <= MAX_LAYERS:

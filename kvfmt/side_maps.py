@@ -59,8 +59,14 @@ class SideMaps:
 
     @cached_property
     def undo(self) -> np.ndarray:
-        """``backward`` as float32, contiguous."""
-        return np.ascontiguousarray(self.backward, np.float32)
+        """The matrix that takes what is stored back to channels, still scaled and centred, float32 [H, d, d], contiguous; only if ``mixes``."""
+        if self.order is None:
+            return np.ascontiguousarray(self.backward, np.float32)
+        size = self.order.shape[1]
+        back = np.empty((*self.order.shape, size), np.float32)
+        # Row c: what channel c is made of.
+        np.put_along_axis(back, self.order[:, :, None], np.kron(np.eye(size // len(self.mix), dtype=np.float32), self.mix.T)[None], axis=1)
+        return back
 
     @cached_property
     def _single(self) -> np.ndarray:

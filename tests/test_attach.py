@@ -49,7 +49,9 @@ def logits(model, kv, profile):
         return context.decode(TOKENS)
 
 
-@pytest.mark.parametrize("options", [{}, {"mean": False, "v": False}, {"types": MIXED}, {"layers": [1]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"mean": False, "v": False}, {"types": MIXED}, {"layers": [1]}, {"layout": "kvt4", "order": True, "v": False, "v_mean": True}], ids=str
+)
 def test_off_again_the_file_is_the_original(model, tmp_path, options):
     made = as_kvfmt(random_profile(model, **options))
     before, on, off, saved = model.read_bytes(), tmp_path / "on.gguf", tmp_path / "off.gguf", tmp_path / "saved.gguf"
@@ -63,6 +65,18 @@ def test_off_again_the_file_is_the_original(model, tmp_path, options):
     assert off.read_bytes() == on.read_bytes()
     work.detach(off, off)
     assert off.read_bytes() == before
+
+
+def test_a_model_with_an_old_profile_says_so_and_can_be_rid_of_it(model, carrier, profile, tmp_path):
+    old, key = bytearray(carrier.read_bytes()), b"kvfmt.profile.version"
+    old[old.index(key) + len(key) + 4] = 1
+    (tmp_path / "old.gguf").write_bytes(old)
+    with pytest.raises(KvfmtError, match="old.gguf: the profile is of version 1, which an older kvfmt wrote"):
+        Profile.read(tmp_path / "old.gguf")
+    work.detach(tmp_path / "old.gguf", tmp_path / "off.gguf")
+    assert (tmp_path / "off.gguf").read_bytes() == model.read_bytes()
+    work.attach(tmp_path / "old.gguf", profile, tmp_path / "new.gguf", replace=True)
+    assert (tmp_path / "new.gguf").read_bytes() == carrier.read_bytes()
 
 
 def test_everything_else_is_unchanged(model, carrier):

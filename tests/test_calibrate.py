@@ -336,7 +336,7 @@ def test_nothing_is_centred_where_it_would_matter(tmp_path, make):
     text = tmp_path / "text.txt"
     text.write_text(TEXT.content)
     result = CliRunner().invoke(app, ["calibrate", str(path), "--text", str(text), "--tokens", "256", "--n-ctx", "64", "-o", str(out), "--threads", "1"])
-    assert result.exit_code == 0 and "not centred in layers 0, 1, 2, 3" in result.output.replace("\n", " ")
+    assert result.exit_code == 0 and "keys and values are not centred in layers 0, 1, 2, 3" in result.output.replace("\n", " ")
 
 
 def find_subject(path) -> ModelFile:

@@ -97,11 +97,17 @@ def test_between_quantized_types_the_rotation_stays(one, exact, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout, kv, v",
-    [("flat", "kvq3/kvq2", False), ("flat", "kvq4/q8_0", True), *((f.spec.name, f"{f.spec.name}/kve8_2", False) for f in registry.all_formats() if f.spec.needs_profile)],
+    "layout, kv, how",
+    [
+        ("flat", "kvq3/kvq2", {"v": False}), ("flat", "kvq4/q8_0", {}), ("flat", "kvq4/q8_0", {"v_mean": True}), ("flat", "kvq4/kve8_2", {"v": False, "v_mean": True}),
+        *(
+            (f.spec.name, f"{f.spec.name}/kve8_2", {"v": False, **more})
+            for f in registry.all_formats() if f.spec.needs_profile for more in ({}, {"order": True, "v_mean": True}, {"order": True, "mean": False})
+        ),
+    ],
 )
-def test_under_a_profile(one, exact, tmp_path, layout, kv, v):
-    real = profile_of(one, v=v, layout=layout)
+def test_under_a_profile(one, exact, tmp_path, layout, kv, how):
+    real = profile_of(one, layout=layout, **how)
     real.write(tmp_path / "p.gguf")
     convert_state(exact, tmp_path / "x", request(kv, model=layers(one), profile=real))
     found, live = states.read((tmp_path / "x").read_bytes()), states.read(saved(one, kv, profile=tmp_path / "p.gguf"))
@@ -117,6 +123,29 @@ def test_under_a_profile(one, exact, tmp_path, layout, kv, v):
     for a, b, worst in ((before.k[0], after.k[0], 0.25), (before.v[0], after.v[0], 0.5)):
         a, b = a.data.view("<f4").astype(float), b.data.view("<f4").astype(float)
         assert np.sum((a - b) ** 2) < worst * np.sum((a - a.mean(0)) ** 2)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_centred_values_have_the_bytes_of_a_live_cache(one, exact, tmp_path, name):
+    real = profile_of(one, k=False, v=False, v_mean=True)
+    real.write(tmp_path / "p.gguf")
+    assert set(real.layout_v) == {"scaled"} and set(real.layout_k) == {""}
+    convert_state(exact, tmp_path / "x", request(f"f16/{name}", model=layers(one), profile=real))
+    live = saved(one, f"f16/{name}", profile=tmp_path / "p.gguf")
+    assert (tmp_path / "x").read_bytes() == live
+    assert real.hash[:16] in states.read(live).caches[0].description and "rotated: V" in states.read(live).caches[0].description
+    # Back, the mean is in them again; without the profile they are refused.
+    with pytest.raises(StateError, match=real.hash[:16]):
+        convert_state(tmp_path / "x", tmp_path / "z", request("f32/f32", model=layers(one)))
+    convert_state(tmp_path / "x", tmp_path / "z", request("f32/f32", model=layers(one), source_profile=real))
+    before, after = (states.read(path.read_bytes()).caches[0].only.v[0].data.view("<f4").astype(float) for path in (exact, tmp_path / "z"))
+    mean = real.maps[0].v_mean.astype(float).ravel()
+    assert 0 < np.mean((before - after) ** 2) < 0.3 * np.mean((before - mean) ** 2)
+    # To another type under the same profile nothing is turned back.
+    convert_state(tmp_path / "x", tmp_path / "y", request("f16/q8_0", model=layers(one), profile=real))
+    x, y = (states.read((tmp_path / n).read_bytes()).caches[0].only.v[0].data for n in "xy")
+    encoders = Encoders(installed_folder())
+    np.testing.assert_array_equal(y, encoders.encode(cache_type("q8_0"), encoders.decode(cache_type(name), x).reshape(len(x), -1)))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -149,6 +178,8 @@ CACHES = {
     "two caches": ("windows", "kvq4/kve8_2", {"protect": 2}, {}),
     "two caches under a profile": ("windows", "kvq4/q8_0", {"profile": True}, {}),
     "two caches, scaled keys": ("windows", "kvq4/q8_0", {"profile": "scaled"}, {}),
+    "two caches, centred values": ("windows", "kvq4/q8_0", {"profile": "centred"}, {}),
+    "two caches, keys in order": ("windows", "kvt4/q8_0", {"profile": "in order"}, {}),
     "types of a profile": ("windows", "f16/f16", {"profile": "types"}, {}),
     "stock, protected": ("three", "q8_0/q4_0", {"protect": 1}, {}),
     "transposed, only K": ("three", "kvq4/f16", {}, {"flash": "off"}),
@@ -167,7 +198,10 @@ def test_every_kind_of_state_goes_on_as_a_live_cache(case, kind, request, tmp_pa
         types = None
         if asked["profile"] == "types":
             types = ([("kvq4", "f16", "q8_0")[i % 3] for i in range(7)], [("f16", "kvq4")[i % 2] for i in range(7)])
-        how = {"layout": "scaled", "scale": True} if asked["profile"] == "scaled" else {}
+        how = {
+            "scaled": {"layout": "scaled", "scale": True}, "centred": {"layout": "scaled", "scale": True, "v": False, "v_mean": True},
+            "in order": {"layout": "kvt4", "order": True, "v": False, "v_mean": True},
+        }.get(asked["profile"], {})
         asked["profile"] = profile_of(model, types=types, spread=0.1, **how)
         asked["profile"].write(tmp_path / "p.gguf")
     protect = asked.get("protect", 0)

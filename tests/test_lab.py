@@ -342,7 +342,8 @@ def test_each_part_of_the_geometry_is_a_row_and_all_together_are_closest(smollm2
         changed = replace(method, v=c.Exact()).apply(context.stored, context.layout)
         klds[name.split(", ", 1)[1] if name.startswith("kvq3") else name] = contexts.score(smollm2[0], context, changed).kld.mean()
     assert klds["full map, centred"] < klds["Hadamard only"]
-    assert klds["kvt4/kve8_2, ordered channels, centred, unequal bits"] < klds["kvt3/kve8_2, ordered channels, centred, unequal bits"] < klds["centred"]
+    # Of 40 tokens that repeat a sentence nothing finer can be said of 3 bits; with 4 the order has to be the same in all that is done.
+    assert klds["kvt4/kve8_2, ordered channels, centred, unequal bits"] < 0.5 * klds["channel scaling, centred"]
     together = find_methods(None, tuple(found.values()))
     assert len(together) == len(all_methods()) + len(found)
     # The plot left out the calibrated rows: a family without a colour is one that nobody sees.

@@ -12,16 +12,22 @@ from gguf import GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
 import random_gguf
 from random_profile import as_kvfmt, random_profile
 from kvfmt import registry
 from kvfmt.errors import KvfmtError
-from kvfmt.geometry import mixing
+from kvfmt.calibrate import stored_maps
+from kvfmt.cli import app
+from kvfmt.distortion import slot_noise
+from kvfmt.geometry import key_maps, layout_for, mixing
 from kvfmt.gguf_read import read_gguf
 from kvfmt.moments import LayerStatistics
 from kvfmt.profile import VERSION, LayerMaps, Profile, ProfileError, fingerprint_of, formats_of
-from kvfmt.profile_view import facts, layer_table, summary
+from kvfmt.profile_view import facts, gains, layer_table, summary
+from kvfmt.side_maps import SideMaps
+from kvfmt.transform import hadamard
 
 HEAD, HEADS, LAYERS = 64, 2, 4
 
@@ -192,7 +198,8 @@ def test_vectors_alone(tmp_path):
     text = io.StringIO()
     Console(width=100, file=text).print(layer_table(profile))
     rows = {line.split()[0]: line.split() for line in text.getvalue().splitlines() if line.strip()[:1].isdigit()}
-    assert rows["0"][1:7] == ["2x64", "scaled", "-", "-", "yes", "-"] and rows["2"][5] == "no" and "dB" in summary(profile)
+    assert rows["0"][1:7] == ["2x64", "scaled", "-", "-", "K", "scale"] and rows["2"][5:7] == ["no", "scale"] and "dB" in summary(profile)
+    assert rows["3"][1:7] == ["2x64", "scaled", "flat", "-", "K", "-"]
 
 
 @pytest.mark.parametrize(
@@ -507,17 +514,76 @@ def test_other_versions_are_refused(small_file):
     data, path = small_file
     key = b"kvfmt.profile.version"
     at = data.index(key) + len(key) + 4
-    for version in (1, 3):
-        with pytest.raises(ProfileError, match=f"damaged.gguf: it is of version {version}") as refused:
+    for version, wrote, hint in ((1, "an older", "Make it again: kvfmt calibrate"), (VERSION + 1, "a newer", "Update kvfmt.")):
+        with pytest.raises(ProfileError, match=f"damaged.gguf: the profile is of version {version}, which {wrote} kvfmt wrote") as refused:
             read_bytes(data[:at] + bytes([version]) + data[at + 1 :], path)
-        assert refused.value.hint == "This build reads version 2. Make it again: kvfmt calibrate"
+        assert refused.value.hint == f"This build reads version {VERSION}. {hint}"
 
 
-def test_show(tmp_path):
-    profile = make()
-    assert ("hash", profile.hash[:16]) in facts(profile)
-    console = Console(width=80, record=True, file=io.StringIO())
+def test_commands_refuse_an_old_profile(small_file, tmp_path):
+    data, path = small_file
+    key = b"kvfmt.profile.version"
+    at = data.index(key) + len(key) + 4
+    path.write_bytes(data[:at] + b"\1" + data[at + 1 :])
+    model = random_gguf.llama(tmp_path / "m.gguf")
+    for command in (["profile", "show", str(path)], ["calibrate", str(model), "--statistics", str(path), "-o", str(tmp_path / "p.gguf")]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1 and "the profile is of version 1, which an older kvfmt wrote" in " ".join(result.output.split())
+    assert not (tmp_path / "p.gguf").exists()
+
+
+def shown(profile: Profile, width: int = 80) -> dict[str, list[str]]:
+    """The table's rows, split into words, by layer."""
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(layer_table(profile))
     text = console.export_text()
-    assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()] == ["0", "2", "3"]
-    assert "dB" in summary(profile) and "no statistics" in summary(make(statistics={}))
+    assert "\u2026" not in text
+    return {line.split()[0]: line.split() for line in text.splitlines() if line.strip()[:1].isdigit()}
+
+
+def test_show():
+    profile = make()
+    assert ("hash", profile.hash[:16]) in facts(profile)
+    rows = shown(profile)
+    assert list(rows) == ["0", "2", "3"] and rows["0"][2:7] == ["flat", "-", "-", "K", "float16"]
+    assert "dB" in summary(profile) and "no statistics" in summary(make(statistics={})) and "values" not in summary(profile)
+
+
+def test_an_order_and_centred_values_are_shown():
+    types = ("kve8_2", "kve8_2", ORDERED[1], ORDERED[0]), ("kve8_2",) * LAYERS
+    profile = dataclasses.replace(ordered(), types_k=types[0], types_v=types[1], formats=formats_of((*ORDERED, "kve8_2")), statistics={})
+    rows = shown(profile)
+    assert [row[1:7] for row in rows.values()] == [
+        ["2x64", ORDERED[0], "scaled", "kve8_2/kve8_2", "K+V", "order"], ["2x32", "-", "scaled", "kve8_2/kve8_2", "V", "-"],
+        ["2x64", ORDERED[1], "-", f"{ORDERED[1]}/kve8_2", "no", "order"], ["2x64", "flat", "flat", f"{ORDERED[0]}/kve8_2", "K+V", "float16"],
+    ]
+    assert "values are centred in 3 layers" in summary(profile)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_gain_of_channels_in_order_is_predicted(name):
+    """Against a simulation: keys with the statistics, through the block and back, and what that does to logits."""
+    rng = np.random.default_rng(2)
+    size, count = HEAD, 4000
+    channels, unit = rng.permutation(np.geomspace(1, 3e-3, size)) ** 0.5, np.exp(rng.standard_normal(size))
+    near = np.linalg.qr(rng.standard_normal((size, size)))[0] * 0.1 + np.eye(size)
+    keys = (rng.standard_normal((count, size)) @ near * channels * unit + rng.standard_normal(size)).astype(np.float32)
+    queries = rng.standard_normal((count, size)) @ near.T * channels / unit
+    mean, zero = keys.mean(axis=0), np.zeros((1, size))
+    found = LayerStatistics(
+        count, count, mean[None].astype(np.float64), np.cov(keys.T, ddof=0)[None], (queries.T @ queries / count)[None], zero, np.eye(size)[None], zero,
+        keys[:1].astype(np.float64), True, size, False,
+    )
+    fmt = registry.get(name)
+    rival = min((f for f in registry.plain_formats() if f.spec.bits_per_value == fmt.spec.bits_per_value), key=lambda f: slot_noise(f, size)[0])
+    plain = hadamard(rival.decode(rival.encode(hadamard(keys, size))), size)
+    before = np.mean((queries @ (plain - keys).T) ** 2)
+    for kind in ("channels", "full"):
+        maps = stored_maps(key_maps(found, layout_for(name), kind), found)
+        side = SideMaps.of(maps, True)
+        back = side.restore(fmt.decode(fmt.encode(side.store(keys[None]))))[0]
+        measured = 10 * np.log10(before / np.mean((queries @ (back - keys).T) ** 2))
+        profile = make(layers=1, maps={0: maps}, layout_k=(name,), layout_v=("scaled",), formats=formats_of([name]), statistics={0: found})
+        (gain,), (first,) = gains(profile, 0)
+        assert gain == pytest.approx(measured, abs=1.0) and gain > 5 and np.isfinite(first)
+        assert shown(profile)["0"][7] == f"{gain:.1f}" and f"{gain:.1f} dB" in summary(profile) and "centred in 1 layers" in summary(profile)

@@ -21,7 +21,7 @@ from kvfmt import registry
 from kvfmt.errors import KvfmtError
 from kvfmt.head_store import layer_stores
 from kvfmt.policy import cache_type
-from kvfmt.profile import LayerMaps, Profile
+from kvfmt.profile import LayerMaps, Profile, formats_of
 from kvfmt.subjects import find_model, find_text
 from kvfmt.torch import PackedCache, PackedLayer, logits, open_gguf, perplexity
 from llama_lib import Context, kld
@@ -112,6 +112,53 @@ def test_any_sequence_of_operations(operations, kv, sizes, interleave):
             packed.reset()
             plain.reset()
         same()
+
+
+def ordered_profile(layers: int = 3, heads: int = 2, size: int = 64, value: float = 0.5) -> Profile:
+    """Keys in order and centred values, in every layer."""
+    rng = np.random.default_rng(8)
+    maps = {
+        layer: LayerMaps(
+            rng.standard_normal((heads, size)).astype(np.float32), k_scale=np.exp2(rng.standard_normal((heads, size))).astype(np.float32),
+            k_order=np.stack([rng.permutation(size) for _ in range(heads)]).astype(np.int32),
+            k_mix=np.linalg.qr(rng.standard_normal((16, 16)))[0].astype(np.float32), v_mean=np.full((heads, size), value, np.float32),
+        )
+        for layer in range(layers)
+    }
+    return Profile("p", "llama", layers, "0" * 16, ("kvt4",) * layers, ("scaled",) * layers, maps, formats=formats_of(["kvt4"]))
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_a_profile_without_matrices_is_undone(interleave):
+    """What the layer gives attention is what the store decodes, in the order that the heads came in; the mean of values is in it."""
+    (k, v), *_ = layer_stores([(64, 64)] * 3, "kvt4/kve8_2", None, ordered_profile(), interleave)
+    layer = PackedLayer(lambda *_: (k, v))
+    x, y = (np.random.default_rng(i).standard_normal((2, 2, 70, 64)).astype(np.float32) for i in range(2))
+    for start, end in ((0, 64), (64, 69), (69, 70)):
+        found = layer.update(*(torch.from_numpy(part[:, :, start:end]) for part in (x, y)))
+    for got, store, given in zip(found, (k, v), (x, y)):
+        np.testing.assert_allclose(got.numpy(), store.decode(store.encode(given)), atol=1e-5)
+    # The channels are in a random order here, not by importance: some have 3 bits and are large.
+    assert np.corrcoef(found[0].numpy().ravel(), x.ravel())[0, 1] > 0.8 and np.mean((found[1].numpy() - y) ** 2) < 0.15
+    assert abs(found[1].numpy().mean() - y.mean()) < 0.1
+    # Of half types too.
+    again = layer.k.read(torch.empty(0, dtype=torch.bfloat16))
+    assert again.dtype == torch.bfloat16
+    torch.testing.assert_close(again.float(), found[0], rtol=1e-2, atol=1e-2)
+
+
+def test_a_cache_with_a_profile_without_matrices_counts_it():
+    model, made = tiny(), ordered_profile()
+    cache = PackedCache(model.config, "kvt4/kve8_2", 0, made)
+    ids = torch.randint(2, 200, (2, 90), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        whole = model(ids, past_key_values=cache).logits
+        parts = PackedCache(model.config, "kvt4/kve8_2", 0, made)
+        torch.testing.assert_close(torch.cat([model(ids[:, at : at + 7], past_key_values=parts).logits for at in range(0, 90, 7)], dim=1), whole, rtol=1e-3, atol=1e-3)
+    held = cache.memory()
+    # What turns keys back is a matrix here, as large as one of a map; values have no more than their mean beside the rotation.
+    assert held.maps == 3 * (2 * 64 * 64 * 4 + 2 * 2 * 64 * 4 + 64 * 64 * 4 + 2 * 64 * 4)
+    assert held.used == 3 * 2 * 2 * 90 * (34 + 18)
 
 
 @pytest.mark.parametrize("head", [64, 80, 96])
@@ -246,13 +293,20 @@ def test_the_bytes_are_llama_cpps(path, opened, tokens, native):
     assert np.corrcoef(c.ravel(), b.ravel())[0, 1] < 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "scaled", "scale": True}], ids=["mapped", "scaled"])
-def test_a_profile_acts_as_in_llama_cpp(path, opened, tokens, native, base, tmp_path, options):
-    made = as_kvfmt(random_profile(path, spread=0.3, layers=range(0, 30, 3), **options))
+@pytest.mark.parametrize(
+    "kv, options",
+    [
+        ("kvq4", {}), ("kvq4", {"layout": "scaled", "scale": True}), ("kvq4", {"layout": "scaled", "scale": True, "v": False, "v_mean": True}),
+        ("kvq4", {"v_mean": True}), ("kvt4/kvq4", {"layout": "kvt4", "order": True, "v": False, "v_mean": True, "layers": None}),
+    ],
+    ids=["mapped", "scaled", "centred", "mapped and centred", "in order"],
+)
+def test_a_profile_acts_as_in_llama_cpp(path, opened, tokens, native, base, tmp_path, kv, options):
+    made = as_kvfmt(random_profile(path, spread=0.3, **{"layers": range(0, 30, 3), **options}))
     made.write(tmp_path / "profile.gguf")
     mine, theirs, between = base
-    here = kld(mine, ours(opened, tokens, "kvq4", tmp_path / "profile.gguf")[0])
-    there = kld(theirs, native("kvq4", tmp_path / "profile.gguf")[0])
+    here = kld(mine, ours(opened, tokens, kv, tmp_path / "profile.gguf")[0])
+    there = kld(theirs, native(kv, tmp_path / "profile.gguf")[0])
     assert abs(np.sqrt(here) - np.sqrt(there)) < 2 * np.sqrt(between), (here, there, between)
 
 
