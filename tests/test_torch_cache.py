@@ -136,8 +136,8 @@ def test_a_profile_without_matrices_is_undone(interleave):
     x, y = (np.random.default_rng(i).standard_normal((2, 2, 70, 64)).astype(np.float32) for i in range(2))
     for start, end in ((0, 64), (64, 69), (69, 70)):
         found = layer.update(*(torch.from_numpy(part[:, :, start:end]) for part in (x, y)))
-    for got, store, given in zip(found, (k, v), (x, y)):
-        np.testing.assert_allclose(got.numpy(), store.decode(store.encode(given)), atol=1e-5)
+    for got, store, original in zip(found, (k, v), (x, y)):
+        np.testing.assert_allclose(got.numpy(), store.decode(store.encode(original)), atol=1e-5)
     # The channels are in a random order here, not by importance: some have 3 bits and are large.
     assert np.corrcoef(found[0].numpy().ravel(), x.ravel())[0, 1] > 0.8 and np.mean((found[1].numpy() - y) ** 2) < 0.15
     assert abs(found[1].numpy().mean() - y.mean()) < 0.1
