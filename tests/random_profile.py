@@ -176,6 +176,18 @@ def random_profile(
     return profile
 
 
+def centre_values(profile: Profile) -> None:
+    """A ``change``: values of each layer with an order of channels get a mean. Made for profiles without maps of values, in models whose
+    values' heads are as large as the keys'."""
+    rng = np.random.default_rng(12)
+    layouts = profile.metadata["kvfmt.profile.layout_v"]
+    for name, order in list(profile.tensors.items()):
+        if name.endswith("kv_k_order"):
+            il = name.split(".")[1]
+            profile.tensors[f"blk.{il}.kv_v_mean"] = rng.standard_normal(order.shape).astype(np.float32)
+            layouts[int(il)] = "scaled"
+
+
 def as_kvfmt(profile: Profile):
     """The same profile as kvfmt's own class has it, with its true hash; general.name and the maps are taken over."""
     from kvfmt import profile as own

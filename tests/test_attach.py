@@ -50,7 +50,7 @@ def logits(model, kv, profile):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mean": False, "v": False}, {"types": MIXED}, {"layers": [1]}, {"layout": "kvt4", "order": True, "v": False, "v_mean": True}], ids=str
+    "options", [{}, {"mean": False, "v": False}, {"types": MIXED}, {"layers": [1]}, {"layout": "kvt4", "ordered": True, "v": False}, {"layout": "scaled"}], ids=str
 )
 def test_off_again_the_file_is_the_original(model, tmp_path, options):
     made = as_kvfmt(random_profile(model, **options))

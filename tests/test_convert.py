@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import random_gguf
 from llama_lib import Context, kld
+from random_profile import centre_values
 from saved_states import TOKENS, layers, load_as, profile_of, save_as
 
 from converters import convert_state as work
@@ -99,10 +100,10 @@ def test_between_quantized_types_the_rotation_stays(one, exact, tmp_path):
 @pytest.mark.parametrize(
     "layout, kv, how",
     [
-        ("flat", "kvq3/kvq2", {"v": False}), ("flat", "kvq4/q8_0", {}), ("flat", "kvq4/q8_0", {"v_mean": True}), ("flat", "kvq4/kve8_2", {"v": False, "v_mean": True}),
+        ("flat", "kvq3/kvq2", {"v": False}), ("flat", "kvq4/q8_0", {}), ("flat", "kvq4/q8_0", {"mean": False}),
         *(
             (f.spec.name, f"{f.spec.name}/kve8_2", {"v": False, **more})
-            for f in registry.all_formats() if f.spec.needs_profile for more in ({}, {"order": True, "v_mean": True}, {"order": True, "mean": False})
+            for f in registry.all_formats() if f.spec.needs_profile for more in ({}, {"ordered": True, "change": centre_values}, {"ordered": True, "mean": False})
         ),
     ],
 )
@@ -127,7 +128,7 @@ def test_under_a_profile(one, exact, tmp_path, layout, kv, how):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_centred_values_have_the_bytes_of_a_live_cache(one, exact, tmp_path, name):
-    real = profile_of(one, k=False, v=False, v_mean=True)
+    real = profile_of(one, k=False, layout="scaled")
     real.write(tmp_path / "p.gguf")
     assert set(real.layout_v) == {"scaled"} and set(real.layout_k) == {""}
     convert_state(exact, tmp_path / "x", request(f"f16/{name}", model=layers(one), profile=real))
@@ -177,8 +178,7 @@ CACHES = {
     "protected by itself": ("windows", "kvq3/kvq2", {"protect": None}, {}),
     "two caches": ("windows", "kvq4/kve8_2", {"protect": 2}, {}),
     "two caches under a profile": ("windows", "kvq4/q8_0", {"profile": True}, {}),
-    "two caches, scaled keys": ("windows", "kvq4/q8_0", {"profile": "scaled"}, {}),
-    "two caches, centred values": ("windows", "kvq4/q8_0", {"profile": "centred"}, {}),
+    "two caches, scaled keys and centred values": ("windows", "kvq4/q8_0", {"profile": "scaled"}, {}),
     "two caches, keys in order": ("windows", "kvt4/q8_0", {"profile": "in order"}, {}),
     "types of a profile": ("windows", "f16/f16", {"profile": "types"}, {}),
     "stock, protected": ("three", "q8_0/q4_0", {"protect": 1}, {}),
@@ -199,8 +199,7 @@ def test_every_kind_of_state_goes_on_as_a_live_cache(case, kind, request, tmp_pa
         if asked["profile"] == "types":
             types = ([("kvq4", "f16", "q8_0")[i % 3] for i in range(7)], [("f16", "kvq4")[i % 2] for i in range(7)])
         how = {
-            "scaled": {"layout": "scaled", "scale": True}, "centred": {"layout": "scaled", "scale": True, "v": False, "v_mean": True},
-            "in order": {"layout": "kvt4", "order": True, "v": False, "v_mean": True},
+            "scaled": {"layout": "scaled", "scale": True}, "in order": {"layout": "kvt4", "ordered": True, "v": False, "change": centre_values},
         }.get(asked["profile"], {})
         asked["profile"] = profile_of(model, types=types, spread=0.1, **how)
         asked["profile"].write(tmp_path / "p.gguf")

@@ -25,7 +25,7 @@ from kvfmt.profile import LayerMaps, Profile, formats_of
 from kvfmt.subjects import find_model, find_text
 from kvfmt.torch import PackedCache, PackedLayer, logits, open_gguf, perplexity
 from llama_lib import Context, kld
-from random_profile import as_kvfmt, random_profile
+from random_profile import as_kvfmt, centre_values, random_profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config
 from transformers.cache_utils import DynamicLayer
 
@@ -296,10 +296,10 @@ def test_the_bytes_are_llama_cpps(path, opened, tokens, native):
 @pytest.mark.parametrize(
     "kv, options",
     [
-        ("kvq4", {}), ("kvq4", {"layout": "scaled", "scale": True}), ("kvq4", {"layout": "scaled", "scale": True, "v": False, "v_mean": True}),
-        ("kvq4", {"v_mean": True}), ("kvt4/kvq4", {"layout": "kvt4", "order": True, "v": False, "v_mean": True, "layers": None}),
+        ("kvq4", {}), ("kvq4", {"mean": False}), ("kvq4", {"layout": "scaled", "scale": True}),
+        ("kvt4/kvq4", {"layout": "kvt4", "ordered": True, "v": False, "change": centre_values, "layers": None}),
     ],
-    ids=["mapped", "scaled", "centred", "mapped and centred", "in order"],
+    ids=["mapped", "mapped, not centred", "scaled", "in order"],
 )
 def test_a_profile_acts_as_in_llama_cpp(path, opened, tokens, native, base, tmp_path, kv, options):
     made = as_kvfmt(random_profile(path, spread=0.3, **{"layers": range(0, 30, 3), **options}))
