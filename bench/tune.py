@@ -34,7 +34,7 @@ FLOOR_PLACES = 8
 #: What a side may get, f16 besides; types that no format of ours beats at their size are left out. Mean and scale take next to
 #: nothing, so that no keys are without both, and no values without a mean.
 CANDIDATES = {
-    "k": ("kve8_2", "kve8_2" + SCALED, "kvt3", "kvt4", "kve8_3" + SCALED, "kvq4" + SCALED, "q8_0" + SCALED),
+    "k": ("kve8_2" + SCALED, "kvt3" + SCALED, "kvt3", "kve8_3" + SCALED, "kvt4" + SCALED, "kvt4", "q8_0" + SCALED),
     "v": ("kve8_2", "kve8_3", "kvq4", "q8_0"),
 }
 
