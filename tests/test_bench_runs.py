@@ -228,8 +228,9 @@ def test_profiles_of_the_benchmark_are_made_once_and_again_for_another_model(tmp
     one, other = (find_model(str(random_gguf.llama(tmp_path / f"m{seed}.gguf", seed=seed))) for seed in (1, 2))
     other = replace(other, name=one.name)
     first = profiles.calibrated_caches(one, tmp_path / "p", 1)
-    assert [cache.kv for cache in first] == ["kve8_3/kve8_2", "kvq4", "kvt3/kve8_2", "kvt4/kvq4"] and len(runs) == 1
-    assert [cache.calibrated.layout_k[0] for cache in first] == ["scaled", "scaled", "kvt3", "kvt4"]
+    assert [cache.kv for cache in first] == ["kve8_3/kve8_2", "kvq4", "kvt3/kve8_2", "kvt4/kvq4", "kvt4/kvq4"] and len(runs) == 1
+    assert [cache.calibrated.layout_k[0] for cache in first] == ["scaled", "scaled", "kvt3", "kvt4", "kvt4"]
+    assert [cache.calibrated.maps[0].k_map is not None for cache in first] == [False] * 4 + [True]
     again = profiles.calibrated_caches(one, tmp_path / "p", 1)
     assert [c.calibrated.hash for c in again] == [c.calibrated.hash for c in first] and len(runs) == 1
     # The same name, another model: what lies there is not its profile.
