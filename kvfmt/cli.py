@@ -123,7 +123,7 @@ def calibrate(
     reach: Optional[int] = typer.Option(None, min=0, help="tokens of the longest context that the profile is for; default: 8,192, or the model's if less"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
     v: str = typer.Option("none", "--v", help="none: values have no maps; they are centred all the same, unless --no-centre"),
-    kind: str = typer.Option("full", "--map", help="full: a matrix for each head; channels: a factor for each channel, and their order if --k wants one, next to no memory; pairs: a factor for each RoPE pair; none: only the means"),
+    kind: str = typer.Option("channels", "--map", help="channels: a factor for each channel, and their order if --k wants one, next to no memory; full: a matrix for each head; pairs: a factor for each RoPE pair; none: only the means"),
     centre: bool = typer.Option(True, help="store keys without their mean, and values without theirs, weighed by attention, where that changes nothing"),
     statistics: Optional[Path] = typer.Option(None, help="take those of this profile of the same model, and run nothing: to make maps for another type"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.kvprofile.gguf in this folder"),

@@ -256,7 +256,7 @@ def test_texts_that_are_too_short(tmp_path):
 def test_the_command_makes_a_profile_for_this_model(tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "p.gguf"
     text.write_text(TEXT.content)
-    arguments = ["calibrate", "smollm2", "--text", str(text), "--tokens", "512", "--n-ctx", "256", "-o", str(out), "--threads", "1"]
+    arguments = ["calibrate", "smollm2", "--text", str(text), "--tokens", "512", "--n-ctx", "256", "--map", "full", "-o", str(out), "--threads", "1"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     profile = Profile.read(out)
@@ -281,14 +281,14 @@ def test_the_command_makes_a_profile_for_this_model(tmp_path):
     np.testing.assert_array_equal(pairs.statistics[3].k_cov, profile.statistics[3].k_cov)
     # Other maps from the same statistics need no run.
     back = tmp_path / "r.gguf"
-    assert CliRunner().invoke(app, ["calibrate", "smollm2", "--statistics", str(again), "-o", str(back)]).exit_code == 0
+    assert CliRunner().invoke(app, ["calibrate", "smollm2", "--statistics", str(again), "--map", "full", "-o", str(back)]).exit_code == 0
     remade = Profile.read(back)
     remade.check_model(subject.path)
     assert remade.layout_k == profile.layout_k and remade.provenance["tokens"] == 512 and remade.provenance["map"] == "full"
     np.testing.assert_allclose(remade.maps[3].k_mean, profile.maps[3].k_mean, rtol=1e-6)
-    # A type that orders channels needs no matrices.
+    # Unless they are asked for there are no matrices, for a type that orders channels either.
     ordered = tmp_path / "o.gguf"
-    assert CliRunner().invoke(app, ["calibrate", "smollm2", "--statistics", str(again), "--k", "kvt4", "--map", "channels", "-o", str(ordered)]).exit_code == 0
+    assert CliRunner().invoke(app, ["calibrate", "smollm2", "--statistics", str(again), "--k", "kvt4", "-o", str(ordered)]).exit_code == 0
     channels = Profile.read(ordered)
     channels.check_model(subject.path)
     assert channels.layout_k == ("kvt4",) * 30 and set(channels.formats) == {"kvt4"} and "keys kvt4, map channels, centred" in channels.name
