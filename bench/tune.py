@@ -105,6 +105,7 @@ class Profiles:
         if not base.statistics:
             raise KvfmtError(f"profile '{base.name}' has no statistics", "Tuning needs them: kvfmt calibrate makes a profile that has.")
         self.base = base
+        self._centres_values = any(maps.v_mean is not None for maps in base.maps.values())
         self._maps: dict[tuple[int, str, str], LayerMaps] = {}
 
     @property
@@ -113,10 +114,10 @@ class Profiles:
         return tuple(sorted(self.base.statistics))
 
     def maps(self, layer: int, side: str, kind: str) -> LayerMaps:
-        """What that side has in that layer as that candidate; nothing for a type that is not quantized. Values have a mean at most, none
-        where the layer's attention does not allow it."""
+        """What that side has in that layer as that candidate; nothing for a type that is not quantized. Values have a mean at most, if
+        the base profile centres them and the layer's attention allows it."""
         name, how = type_of(kind), treatment(kind)
-        if how == PLAIN or not cache_type(name).is_quantized:
+        if how == PLAIN or not cache_type(name).is_quantized or side == "v" and not self._centres_values:
             return LayerMaps()
         layout = layout_for(name) if side == "k" else FLAT
         key = layer, side, layout.name + how

@@ -38,7 +38,7 @@ def tune(
     n_ctx: int = typer.Option(512, min=64, help="tokens of a chunk"),
     chunks: int = typer.Option(1, min=1, help="chunks of the text"),
     k: Optional[str] = typer.Option(None, "--k", help="candidates for K, separated by commas; TYPE:scaled has a mean and a scale for each channel (and an order of them where the type wants one) in place of maps, TYPE:plain nothing"),
-    v: Optional[str] = typer.Option(None, "--v", help="candidates for V, which are centred; TYPE:plain is not"),
+    v: Optional[str] = typer.Option(None, "--v", help="candidates for V, centred if --profile centres them; TYPE:plain is not"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.tuned.kvprofile.gguf in this folder"),
     threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
 ) -> None:

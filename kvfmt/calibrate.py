@@ -18,7 +18,7 @@ nearly the same in every text.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Mapping, Optional, Sequence
 
@@ -439,11 +439,15 @@ def make_profile(
     kind: str = "full",
     centre: bool = True,
     provenance: Mapping[str, object] | None = None,
+    centre_values: bool = False,
 ) -> Calibration:
-    """The profile of a model from its statistics: ``kind`` is one of geometry.MAPS. Raises KvfmtError."""
+    """The profile of a model from its statistics: ``kind`` is one of geometry.MAPS; values are centred if both centres are asked for.
+    Raises KvfmtError."""
     file = read_model(subject.path)
     layers = layers_of(file)
     maps = {layer: key_maps(found, layout, kind, centre) for layer, found in statistics.items()}
+    if not centre_values:
+        maps = {layer: replace(found, v_mean=None) for layer, found in maps.items()}
     stored = {layer: made for layer, found in maps.items() if (made := stored_maps(found, statistics[layer])).arrays()}
     layout_k = tuple(stored[layer].layout_k(layout.name) if layer in stored else "" for layer in range(layers))
     profile = Profile(
@@ -451,7 +455,7 @@ def make_profile(
         architecture=file.architecture, layers=layers, fingerprint=fingerprint_of(file),
         layout_k=layout_k, layout_v=tuple(stored[layer].layout_v("") if layer in stored else "" for layer in range(layers)), formats=formats_of(layout_k),
         maps=stored,
-        statistics=statistics, provenance={"map": kind, "centre": centre, **(provenance or {})},
+        statistics=statistics, provenance={"map": kind, "centre": centre, "centre.values": centre_values, **(provenance or {})},
     )
     return Calibration(profile, maps)
 
@@ -472,6 +476,7 @@ def calibrate(
     threads: int | None = None,
     update: Callable[[int, int], None] = lambda done, of: None,
     reach: int | None = None,
+    centre_values: bool = False,
 ) -> Calibration:
     """Measures and makes the profile. ``lengths`` None: LENGTHS, ``reach`` None: REACH, as far as the model goes. Raises what ``measure`` and ``make_profile`` raise."""
     import llama_cpp
@@ -484,13 +489,13 @@ def calibrate(
         "tokens": max(found.tokens for found in statistics.values()), "context": [int(n) for n in lengths], "reach": reach,
         "text.name": [text.name for text in texts], "text.sha256": [text.sha256 for text in texts],
         "model.file": Path(subject.path).name, "model.sha256": subject.sha256, "build": llama_cpp.__version__,
-    })
+    }, centre_values)
 
 
-def again(subject: ModelFile, profile: Profile, layout: Layout = FLAT, kind: str = "full", centre: bool = True) -> Calibration:
+def again(subject: ModelFile, profile: Profile, layout: Layout = FLAT, kind: str = "full", centre: bool = True, centre_values: bool = False) -> Calibration:
     """A profile with other maps from the statistics of ``profile``. Raises KvfmtError if it is another model's, or has none."""
     profile.check_model(subject.path)
     if not profile.statistics:
         raise CalibrationError(f"profile '{profile.name}' has no statistics", "Calibrate again, without --statistics.")
-    known = {key: value for key, value in profile.provenance.items() if key not in ("map", "centre")}
-    return make_profile(subject, profile.statistics, layout, kind, centre, known)
+    known = {key: value for key, value in profile.provenance.items() if key not in ("map", "centre", "centre.values")}
+    return make_profile(subject, profile.statistics, layout, kind, centre, known, centre_values)

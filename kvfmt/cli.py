@@ -122,9 +122,10 @@ def calibrate(
     n_ctx: Optional[list[int]] = typer.Option(None, min=2, help="tokens of a context that is run; may be given several times; default: 1024"),
     reach: Optional[int] = typer.Option(None, min=0, help="tokens of the longest context that the profile is for; default: 8,192, or the model's if less"),
     k: str = typer.Option("flat", "--k", help="type of the K cache that the maps are made for; flat: any with the same noise everywhere"),
-    v: str = typer.Option("none", "--v", help="none: values have no maps; they are centred all the same, unless --no-centre"),
+    v: str = typer.Option("none", "--v", help="none: values have no maps; see --centre-values"),
     kind: str = typer.Option("channels", "--map", help="channels: a factor for each channel, and their order if --k wants one, next to no memory; full: a matrix for each head; pairs: a factor for each RoPE pair; none: only the means"),
-    centre: bool = typer.Option(True, help="store keys without their mean, and values without theirs, weighed by attention, where that changes nothing"),
+    centre: bool = typer.Option(True, help="store keys without their mean, where that changes nothing"),
+    centre_values: bool = typer.Option(False, "--centre-values", help="store values without a mean, weighed by attention: helps caches that were computed in f16 and converted, not ones that are written as they go"),
     statistics: Optional[Path] = typer.Option(None, help="take those of this profile of the same model, and run nothing: to make maps for another type"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.kvprofile.gguf in this folder"),
     threads: Optional[int] = typer.Option(None, min=1, help="default: all cores"),
@@ -147,14 +148,14 @@ def calibrate(
     check_place(target, "the profile")
     count = tokens or work.TOKENS
     if statistics is not None:
-        made = work.again(subject, Profile.read(statistics), layout, kind, centre)
+        made = work.again(subject, Profile.read(statistics), layout, kind, centre, centre_values)
     else:
         with progress(f"{subject.name} on {', '.join(t.name for t in texts)}", count) as update:
-            made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update, reach)
+            made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update, reach, centre_values)
     made.profile.write(target)
     bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
     if centre and bound:
-        console.print(f"keys and values are not centred in layers {', '.join(str(layer) for layer in bound)}: a logit soft-cap or attention sinks make it matter")
+        console.print(f"keys{' and values' if centre_values else ''} are not centred in layers {', '.join(str(layer) for layer in bound)}: a logit soft-cap or attention sinks make it matter")
     console.print(profile_view.summary(made.profile))
     step(f"profile: {target} ({made.profile.sidecar_bytes / 2**20:.2f} MiB of maps)")
 
