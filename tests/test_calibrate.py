@@ -256,7 +256,7 @@ def test_texts_that_are_too_short(tmp_path):
 def test_the_command_makes_a_profile_for_this_model(tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "p.gguf"
     text.write_text(TEXT.content)
-    arguments = ["calibrate", "smollm2", "--text", str(text), "--tokens", "512", "--n-ctx", "256", "--map", "full", "-o", str(out), "--threads", "1"]
+    arguments = ["calibrate", "smollm2", "--text", str(text), "--tokens", "512", "--n-ctx", "256", "--map", "full", "--centre-values", "-o", str(out), "--threads", "1"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     profile = Profile.read(out)
@@ -292,8 +292,8 @@ def test_the_command_makes_a_profile_for_this_model(tmp_path):
     channels = Profile.read(ordered)
     channels.check_model(subject.path)
     assert channels.layout_k == ("kvt4",) * 30 and set(channels.formats) == {"kvt4"} and "keys kvt4, map channels, centred" in channels.name
-    assert set(channels.maps[3].arrays()) == {"k_mean", "k_scale", "k_order", "k_mix", "v_mean"}
-    assert channels.sidecar_bytes == 30 * (4 * 3 * 64 * 4 + 16 * 16 * 4) < profile.sidecar_bytes / 10
+    assert set(channels.maps[3].arrays()) == {"k_mean", "k_scale", "k_order", "k_mix"} and set(channels.layout_v) == {""}
+    assert channels.sidecar_bytes == 30 * (3 * 3 * 64 * 4 + 16 * 16 * 4) < profile.sidecar_bytes / 10
     # Which vectors span nearly equal entries of the spectrum is chance; what they do together is not.
     gram = [np.swapaxes(p.maps[3].k_map, 1, 2).astype(float) @ p.maps[3].k_map.astype(float) for p in (remade, profile)]
     np.testing.assert_allclose(gram[0], gram[1], atol=0.01 * np.abs(gram[1]).max())
@@ -325,17 +325,17 @@ def test_soft_cap_and_sinks_in_the_softmax():
 @pytest.mark.parametrize("make", [random_gguf.soft_cap, random_gguf.sinks])
 def test_nothing_is_centred_where_it_would_matter(tmp_path, make):
     path = make(tmp_path / "m.gguf")
-    made = c.calibrate(find_subject(path), [TEXT], [64], 256, centre=True, threads=1)
+    made = c.calibrate(find_subject(path), [TEXT], [64], 256, centre=True, threads=1, centre_values=True)
     assert made.profile.maps and all(maps.k_mean is None and maps.v_mean is None for maps in made.profile.maps.values())
     assert set(made.profile.layout_v) == {""}
     # Not with vectors either.
-    channels = c.again(find_subject(path), made.profile, kind="channels").profile
+    channels = c.again(find_subject(path), made.profile, kind="channels", centre_values=True).profile
     assert channels.maps and all(set(maps.arrays()) == {"k_scale"} for maps in channels.maps.values())
     assert not any(found.shift_free for found in made.profile.statistics.values())
     out = tmp_path / "p.gguf"
     text = tmp_path / "text.txt"
     text.write_text(TEXT.content)
-    result = CliRunner().invoke(app, ["calibrate", str(path), "--text", str(text), "--tokens", "256", "--n-ctx", "64", "-o", str(out), "--threads", "1"])
+    result = CliRunner().invoke(app, ["calibrate", str(path), "--text", str(text), "--tokens", "256", "--n-ctx", "64", "--centre-values", "-o", str(out), "--threads", "1"])
     assert result.exit_code == 0 and "keys and values are not centred in layers 0, 1, 2, 3" in result.output.replace("\n", " ")
 
 
@@ -361,7 +361,7 @@ def test_vectors_save_the_keys_of_a_model_with_large_offsets(tmp_path):
 
     subject = find_model("qwen")
     made = c.calibrate(subject, [find_text("cpp")], (128,), 128, kind="channels", threads=2).profile
-    assert {*made.layout_k} == {"scaled"} and {*made.layout_v} == {"scaled"} and made.sidecar_bytes == 3 * 24 * 2 * 64 * 4
+    assert {*made.layout_k} == {"scaled"} and {*made.layout_v} == {""} and made.sidecar_bytes == 2 * 24 * 2 * 64 * 4
     made.write(tmp_path / "p.gguf")
     logits = []
     for kv, profile in (("f16/f16", None), ("q4_0/f16", None), ("q4_0/f16", tmp_path / "p.gguf")):

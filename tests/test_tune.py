@@ -110,7 +110,7 @@ def sides(profiles: t.Profiles, layer: int, side: str, kinds: tuple[str, ...]) -
 
 def test_keys_and_values_without_maps_are_a_choice_and_bring_none(tmp_path):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=3)
-    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    base = calibrate(subject_of(path), [TEXT], (128,), 128, centre_values=True).profile
     profiles = t.Profiles(base)
     made = profiles.make(["kve8_2:plain", "kve8_2", "q8_0:plain"], ["kve8_2", "q8_0:plain", "q8_0:plain"], "two kinds")
     assert made.types_k == ("kve8_2", "kve8_2", "q8_0") and made.types_v == ("kve8_2", "q8_0", "q8_0")
@@ -128,7 +128,7 @@ def test_keys_and_values_without_maps_are_a_choice_and_bring_none(tmp_path):
 def test_channels_in_order_are_a_choice(tmp_path):
     """A type that orders channels takes vectors in place of matrices; nothing of another candidate of the layer is in the way."""
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=4)
-    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    base = calibrate(subject_of(path), [TEXT], (128,), 128, centre_values=True).profile
     profiles = t.Profiles(base)
     made = profiles.make(["kvt3:scaled", "kvt3", "kvt4:scaled", "kve8_2:scaled"], ["f16", "kve8_2", "kve8_2", "kvq4"], "four kinds")
     assert made.types_k == ("kvt3", "kvt3", "kvt4", "kve8_2") and made.layout_k == ("kvt3", "kvt3", "kvt4", "scaled")
@@ -151,7 +151,7 @@ def test_channels_in_order_are_a_choice(tmp_path):
 
 def test_a_value_is_measured_with_its_mean(tmp_path):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
-    profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (128,), 128).profile)
+    profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (128,), 128, centre_values=True).profile)
     centred, plain = (Profile.read(profiles.alone(1, "v", kind, tmp_path).profile) for kind in ("kve8_2", "kve8_2:plain"))
     assert centred.types_v == plain.types_v == ("f16", "kve8_2") and centred.types_k == ("f16", "f16")
     assert centred.layout_v == ("", "scaled") and plain.layout_v == ("", "") and not plain.maps
@@ -160,7 +160,7 @@ def test_a_value_is_measured_with_its_mean(tmp_path):
 
 def test_values_are_not_centred_where_attention_does_not_sum_to_one(tmp_path):
     path = random_gguf.sinks(tmp_path / "model.gguf")
-    profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (64,), 128).profile)
+    profiles = t.Profiles(calibrate(subject_of(path), [TEXT], (64,), 128, centre_values=True).profile)
     layers = profiles.base.layers
     made = profiles.make(["q8_0:scaled"] * layers, ["kve8_2"] * layers, "sinks")
     assert set(made.layout_v) == {""} and all(set(maps.arrays()) == {"k_scale"} for maps in made.maps.values())
