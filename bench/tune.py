@@ -22,7 +22,7 @@ from bench.quality import F16, TOGETHER, Plan, chunks_of, score_chunk
 from bench.tune_costs import PLAIN, SCALED, costs, floor_of, treatment, type_of
 from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError
-from kvfmt.geometry import FLAT, key_maps, layout_for
+from kvfmt.geometry import key_maps, layout_for, value_mean
 from kvfmt.policy import cache_type
 from kvfmt.profile import LayerMaps, Profile, formats_of
 from kvfmt.subjects import ModelFile, Text
@@ -32,7 +32,7 @@ SIDES = ("k", "v")
 #: How many layers and sides show the noise floor, at least.
 FLOOR_PLACES = 8
 #: What a side may get, f16 besides; types that no format of ours beats at their size are left out. Mean and scale take next to
-#: nothing, so that no keys are without both, and no values without a mean.
+#: nothing, so that no keys are without both.
 CANDIDATES = {
     "k": ("kve8_2" + SCALED, "kvt3" + SCALED, "kvt3", "kve8_3" + SCALED, "kvt4" + SCALED, "kvt4", "q8_0" + SCALED),
     "v": ("kve8_2", "kve8_3", "kvq4", "q8_0"),
@@ -106,7 +106,7 @@ class Profiles:
             raise KvfmtError(f"profile '{base.name}' has no statistics", "Tuning needs them: kvfmt calibrate makes a profile that has.")
         self.base = base
         self._centres_values = any(maps.v_mean is not None for maps in base.maps.values())
-        self._maps: dict[tuple[int, str, str], LayerMaps] = {}
+        self._maps: dict[tuple[int, str], LayerMaps] = {}
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -119,15 +119,13 @@ class Profiles:
         name, how = type_of(kind), treatment(kind)
         if how == PLAIN or not cache_type(name).is_quantized or side == "v" and not self._centres_values:
             return LayerMaps()
-        layout = layout_for(name) if side == "k" else FLAT
-        key = layer, side, layout.name + how
-        if key not in self._maps:
-            statistics = self.base.statistics[layer]
-            # Of values only the mean is wanted, which no map changes.
-            kind = "none" if side == "v" else "channels" if how == SCALED else "full"
-            made = stored_maps(key_maps(statistics, layout, kind), statistics)
-            self._maps[key] = LayerMaps(v_mean=made.v_mean) if side == "v" else replace(made, v_mean=None)
-        return self._maps[key]
+        statistics = self.base.statistics[layer]
+        if side == "v":
+            return LayerMaps(v_mean=value_mean(statistics))
+        layout = layout_for(name)
+        if (layer, layout.name + how) not in self._maps:
+            self._maps[layer, layout.name + how] = stored_maps(key_maps(statistics, layout, "channels" if how == SCALED else "full"), statistics)
+        return self._maps[layer, layout.name + how]
 
     def check_rotated(self, candidates: Sequence[str]) -> None:
         """Raises KvfmtError if keys of a layer are to be scaled and llama.cpp does not rotate heads of their size; channels in order are

@@ -26,7 +26,7 @@ import numpy as np
 
 from kvfmt.blas import one_thread
 from kvfmt.errors import KvfmtError
-from kvfmt.geometry import FLAT, KeyMaps, Layout, key_maps
+from kvfmt.geometry import FLAT, KeyMaps, Layout, key_maps, value_mean
 from kvfmt.moments import LayerStatistics, Moments
 from kvfmt.profile import LARGEST_SCALE, LEAST_SCALE, LayerMaps, Profile, fingerprint_of, formats_of, layers_of, read_model
 from kvfmt.reach import spans_to, turned_moments
@@ -75,7 +75,8 @@ class _Layer:
         # The key at position 0 does not move in longer contexts: it has moments, and so a weight, of its own.
         self.anchor = Moments(heads, k_size)
         self.v, self.first = Moments(heads, v_size), Moments(heads, k_size)
-        self.asked_weight, self.asked_sum = np.zeros(heads), np.zeros((heads, v_size))
+        # Values, weighed by the square of the attention that they get.
+        self.attended = Moments(heads, v_size)
         self.tokens = self.queries = 0
         self.shift_free, self.rope = True, Rope()
 
@@ -94,10 +95,9 @@ class _Layer:
                     mean, second = turned_moments(mean, second, self.rope.frequencies, self.rope.adjacent, spans_to(length, reach))
                 parts.append((found.weight, mean, second))
         k_mean, k_second = _pooled(k_parts)
-        v_centre = self.asked_sum / np.where(self.asked_weight > 0, self.asked_weight, 1)[:, None]
         return LayerStatistics(
             self.tokens, self.queries, k_mean, k_second - k_mean[:, :, None] * k_mean[:, None, :], _pooled(q_parts)[1],
-            self.v.mean, self.v.second(), v_centre, self.first.mean, self.shift_free, self.rope.rotated, self.rope.adjacent,
+            self.v.mean, self.v.second(), self.attended.mean, self.first.mean, self.shift_free, self.rope.rotated, self.rope.adjacent,
         )
 
 
@@ -189,8 +189,7 @@ class Collector:
                 pairs = attention.weights(p, head)
                 weights += pairs.sum(axis=0, dtype=np.float64)
                 of_queries[i] = pairs.sum(axis=1, dtype=np.float64)
-            known.asked_weight[head] += squares.sum()
-            known.asked_sum[head] += squares @ attention.values[head].astype(np.float64)
+            known.attended.add_head(head, attention.values[head], squares)
             known.anchor.add_head(head, attention.keys[head][:1], weights[:1])
             weights[0] = 0
             k.add_head(head, attention.keys[head][weights > 0], weights[weights > 0])
@@ -402,17 +401,17 @@ def stored_maps(maps: KeyMaps, statistics: LayerStatistics) -> LayerMaps:
     A diagonal is stored as such where llama.cpp rotates heads of this size itself, and one that only says how large a head is not
     at all: every block has a scale of its own. So it is with an order of channels, whose groups are mixed alike.
     """
-    mean, v_mean = (None if found is None else found.astype(np.float32) for found in (maps.mean, maps.v_mean))
+    mean = None if maps.mean is None else maps.mean.astype(np.float32)
     if maps.scale is not None and (maps.order is not None or rotation_size(maps.scale.shape[1], keys=True) > 1):
         even = maps.order is None and (maps.scale == maps.scale[:, :1]).all()
         scale = None if even else np.clip(maps.scale, LEAST_SCALE, LARGEST_SCALE).astype(np.float32)
         order, mix = (None, None) if maps.order is None else (maps.order.astype(np.int32), maps.mix.astype(np.float32))
-        return LayerMaps(k_mean=mean, k_scale=scale, k_order=order, k_mix=mix, v_mean=v_mean)
+        return LayerMaps(k_mean=mean, k_scale=scale, k_order=order, k_mix=mix)
     with np.errstate(over="ignore"):
         key, query = maps.key.astype(np.float16), maps.query.astype(np.float16)
     if not (np.isfinite(key).all() and np.isfinite(query).all()) or rounding(key, query, maps, statistics) > ROUNDING:
         key, query = maps.key.astype(np.float32), maps.query.astype(np.float32)
-    return LayerMaps(k_mean=mean, k_map=key, q_map=query, v_mean=v_mean)
+    return LayerMaps(k_mean=mean, k_map=key, q_map=query)
 
 
 def rounding(key: np.ndarray, query: np.ndarray, maps: KeyMaps, statistics: LayerStatistics) -> float:
@@ -446,9 +445,10 @@ def make_profile(
     file = read_model(subject.path)
     layers = layers_of(file)
     maps = {layer: key_maps(found, layout, kind, centre) for layer, found in statistics.items()}
-    if not centre_values:
-        maps = {layer: replace(found, v_mean=None) for layer, found in maps.items()}
-    stored = {layer: made for layer, found in maps.items() if (made := stored_maps(found, statistics[layer])).arrays()}
+    stored = {layer: stored_maps(found, statistics[layer]) for layer, found in maps.items()}
+    if centre and centre_values:
+        stored = {layer: replace(made, v_mean=value_mean(statistics[layer])) for layer, made in stored.items()}
+    stored = {layer: made for layer, made in stored.items() if made.arrays()}
     layout_k = tuple(stored[layer].layout_k(layout.name) if layer in stored else "" for layer in range(layers))
     profile = Profile(
         name=f"{subject.name}, keys {' and '.join(sorted({*layout_k} - {''})) or 'as they are'}, map {kind}{', centred' if centre else ''}",

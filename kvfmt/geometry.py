@@ -12,7 +12,7 @@ What follows, a layout, orders, scales and mixes these channels for one format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Callable
 
@@ -145,7 +145,7 @@ class KeyMaps:
     which may lie far from all others.
 
     ``order`` int [H, d] and ``mix`` [g, g], with a diagonal map and a layout of equal groups: slot j of a head holds channel order[j],
-    scaled, and every g slots are mixed alike. ``v_mean`` [H, d_v]: taken off values before they are stored, or None.
+    scaled, and every g slots are mixed alike.
     """
 
     mean: np.ndarray | None
@@ -158,7 +158,6 @@ class KeyMaps:
     scale: np.ndarray | None = None
     order: np.ndarray | None = None
     mix: np.ndarray | None = None
-    v_mean: np.ndarray | None = None
 
 
 def logit_error(a: np.ndarray, inverse: np.ndarray, keys: np.ndarray, queries: np.ndarray, noise: np.ndarray | float = 1.0) -> float:
@@ -252,7 +251,7 @@ def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "fu
     centre = centre and statistics.shift_free
     seen = (statistics.k_cov if centre else statistics.k_moment()).astype(np.float64)
     plain_seen = statistics.k_moment().astype(np.float64)
-    key, query, errors, scales, orders = [], [], [], [], []
+    key, query, errors, scales, orders, mix = [], [], [], [], [], None
     for head in range(statistics.heads):
         asked = statistics.q_moment[head].astype(np.float64)
         a, inverse, spectrum = head_map(
@@ -267,19 +266,27 @@ def key_maps(statistics: LayerStatistics, layout: Layout = FLAT, kind: str = "fu
             logit_error(unit, unit, np.outer(first, first), asked),
         ))
         forward, backward = layout.matrices(spectrum)
-        order, gains, mix = layout.parts(spectrum)
         diagonal = np.diag(a).copy()
-        diagonal[order] *= gains
         a, inverse = forward @ a, backward @ inverse
         power = np.sum((a @ seen[head]) * a) / len(a)
         scale = power**-0.5 if power > 0 else 1.0
-        scales.append(diagonal * scale)
-        orders.append(order)
+        if kind != "full":
+            order, gains, mix = layout.parts(spectrum)
+            diagonal[order] *= gains
+            scales.append(diagonal * scale)
+            orders.append(order)
         key.append(a * scale)
         query.append(inverse / scale)
     mean = statistics.k_mean.astype(np.float64) if centre else None
-    v_mean = statistics.v_centre.astype(np.float64) if centre else None
-    if kind == "full" or layout is not FLAT and mix is None:
-        return KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T, v_mean=v_mean)
-    ordered = (None, None) if layout is FLAT else (np.stack(orders), mix)
-    return KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T, np.stack(scales), *ordered, v_mean)
+    made = KeyMaps(mean, np.stack(key), np.stack(query), *np.array(errors).T)
+    if kind == "full":
+        return made
+    if layout is FLAT:
+        return replace(made, scale=np.stack(scales))
+    # Groups of several sizes are not mixed alike: then there are only the matrices.
+    return made if mix is None else replace(made, scale=np.stack(scales), order=np.stack(orders), mix=mix)
+
+
+def value_mean(statistics: LayerStatistics) -> np.ndarray | None:
+    """What may be taken off a layer's values before they are stored, float32 [H, d_v]; None where its softmax is not shift-invariant."""
+    return statistics.v_centre.astype(np.float32) if statistics.shift_free else None

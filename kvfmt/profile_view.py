@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from rich import box
 from rich.table import Table
@@ -27,8 +29,9 @@ def gains(profile: Profile, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
     slots, plain = noise
     unit = np.eye(found.k_size)
     keys, first = [], []
+    forward, backward = _matrices(maps, found.heads, found.k_size)
     for head in range(found.heads):
-        a, inverse = _map(maps, head, found.k_size)
+        a, inverse = forward[head], backward[head]
         asked, moment, start = (x[head].astype(np.float64) for x in (found.q_moment, found.k_moment(), found.k_first))
         mean = np.zeros(found.k_size) if maps.k_mean is None else maps.k_mean[head].astype(np.float64)
         shifted = moment if maps.k_mean is None else found.k_cov[head].astype(np.float64)
@@ -49,16 +52,11 @@ def _noise(layout: str, size: int) -> tuple[np.ndarray | float, float] | None:
     return slot_noise(fmt, size), equal_noise(fmt)
 
 
-def _map(maps: LayerMaps, head: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(A, A^-T) of one head's keys, float64 [d, d]."""
-    if maps.k_map is not None:
-        return maps.k_map[head].astype(np.float64), maps.q_map[head].astype(np.float64)
-    scale = np.ones(size) if maps.k_scale is None else maps.k_scale[head].astype(np.float64)
-    a, inverse = np.diag(scale), np.diag(1 / scale)
-    if maps.k_order is None:
-        return a, inverse
-    mixed = np.kron(np.eye(size // len(maps.k_mix)), maps.k_mix.astype(np.float64))
-    return mixed @ a[maps.k_order[head]], mixed @ inverse[maps.k_order[head]]
+def _matrices(maps: LayerMaps, heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(A, A^-T) of the keys, float64 [H, d, d]: what becomes of each unit vector on the way to the store, and back."""
+    units = np.broadcast_to(np.eye(size, dtype=np.float32), (heads, size, size))
+    keys = replace(SideMaps.of(maps, True), mean=None)
+    return keys.store(units).transpose(0, 2, 1).astype(np.float64), keys.restore(units).astype(np.float64)
 
 
 def _decibel(before: float, after: float) -> float:

@@ -85,7 +85,8 @@ class SideMaps:
         if self.scale is not None:
             x = x * self.scale[:, None, :]
         if self.order is not None:
-            return self._mixed(np.take_along_axis(x, self._slots(x), axis=-1), self.mix)
+            slots = np.take_along_axis(x, np.broadcast_to(self.order[:, None, :], x.shape), axis=-1)
+            return np.matmul(slots.reshape(*x.shape[:-1], -1, len(self.mix)), self.mix.T).reshape(x.shape)
         if self.forward is None:
             return x
         if as_ggml and self.forward.dtype == np.float16:
@@ -96,24 +97,7 @@ class SideMaps:
     @_QUIET
     def restore(self, heads: np.ndarray) -> np.ndarray:
         """What is stored, float32, turned back if it was rotated -> heads as they were, float32."""
-        x = heads
-        if self.order is not None:
-            x = self._mixed(x, self.mix.T)
-            again = np.empty_like(x)
-            np.put_along_axis(again, self._slots(x), x, axis=-1)
-            x = again
-        elif self.forward is not None:
-            x = np.matmul(heads, self.undo.transpose(0, 2, 1))
+        x = np.matmul(heads, self.undo.transpose(0, 2, 1)) if self.mixes else heads
         if self.scale is not None:
             x = x / self.scale[:, None, :]
         return x if self.mean is None else x + self.mean[:, None, :]
-
-    def _slots(self, x: np.ndarray) -> np.ndarray:
-        """The channel of each slot, for vectors [..., H, tokens, d]."""
-        return np.broadcast_to(self.order[:, None, :], x.shape)
-
-    @staticmethod
-    def _mixed(x: np.ndarray, mix: np.ndarray) -> np.ndarray:
-        """Every group of slots times the matrix."""
-        size = len(mix)
-        return np.matmul(x.reshape(*x.shape[:-1], -1, size), mix.T).reshape(x.shape).astype(np.float32, copy=False)

@@ -21,7 +21,7 @@ from kvfmt.errors import KvfmtError
 from kvfmt.calibrate import stored_maps
 from kvfmt.cli import app
 from kvfmt.distortion import slot_noise
-from kvfmt.geometry import key_maps, layout_for, mixing
+from kvfmt.geometry import key_maps, layout_for, mixing, value_mean
 from kvfmt.gguf_read import read_gguf
 from kvfmt.moments import LayerStatistics
 from kvfmt.profile import VERSION, LayerMaps, Profile, ProfileError, fingerprint_of, formats_of
@@ -579,7 +579,7 @@ def test_the_gain_of_channels_in_order_is_predicted(name):
     plain = hadamard(rival.decode(rival.encode(hadamard(keys, size))), size)
     before = np.mean((queries @ (plain - keys).T) ** 2)
     for kind in ("channels", "full"):
-        maps = stored_maps(key_maps(found, layout_for(name), kind), found)
+        maps = dataclasses.replace(stored_maps(key_maps(found, layout_for(name), kind), found), v_mean=value_mean(found))
         side = SideMaps.of(maps, True)
         back = side.restore(fmt.decode(fmt.encode(side.store(keys[None]))))[0]
         measured = 10 * np.log10(before / np.mean((queries @ (back - keys).T) ** 2))

@@ -14,7 +14,8 @@ from bench.lab.session import LabError
 from kvfmt import registry
 from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError
-from kvfmt.geometry import FLAT, Layout, key_maps, layout_for
+from kvfmt.geometry import key_maps, layout_for, value_mean
+from kvfmt.moments import LayerStatistics
 from kvfmt.profile import LayerMaps, Profile
 from kvfmt.side_maps import SideMaps
 
@@ -84,22 +85,23 @@ class InLayer:
         return maps.restore(inner.apply(stored).transpose(1, 0, 2)).transpose(1, 0, 2)
 
 
-def _stored(profile: Profile, layout: Layout, kind: str, centre: bool) -> dict[int, LayerMaps]:
+def _statistics(profile: Profile) -> Mapping[int, LayerStatistics]:
     if not profile.statistics:
         raise KvfmtError(f"profile '{profile.name}' has no statistics", "The lab makes maps from them: kvfmt calibrate makes a profile that has.")
-    # A layer whose softmax is not shift-invariant is not centred, whatever is asked for.
-    return {layer: stored_maps(key_maps(found, layout, kind, centre), found) for layer, found in profile.statistics.items()}
+    return profile.statistics
 
 
 def keys_of(profile: Profile, name: str, kind: str, centre: bool) -> Mapped:
     """Keys of the format ``name`` through maps made from the profile's statistics. Raises KvfmtError if it has none."""
-    maps = {layer: replace(found, v_mean=None) for layer, found in _stored(profile, layout_for(name), kind, centre).items()}
+    layout = layout_for(name)
+    # A layer whose softmax is not shift-invariant is not centred, whatever is asked for.
+    maps = {layer: stored_maps(key_maps(found, layout, kind, centre), found) for layer, found in _statistics(profile).items()}
     return Mapped(c.Blocks(name), kind, centre, maps)
 
 
 def values_of(profile: Profile, name: str) -> Mapped:
     """Values of the format ``name``, centred by the profile's statistics. Raises KvfmtError if it has none."""
-    maps = {layer: LayerMaps(v_mean=found.v_mean) for layer, found in _stored(profile, FLAT, "none", True).items()}
+    maps = {layer: LayerMaps(v_mean=value_mean(found)) for layer, found in _statistics(profile).items()}
     return Mapped(c.Blocks(name), "none", True, maps, "v")
 
 
