@@ -1,8 +1,9 @@
 """A cache type for every layer and side under a budget: ``kvfmt tune``.
 
-Each layer and side is quantized alone, with every candidate type, and its distance from the f16 cache is measured on a text.
-What that costs (bench/tune_costs.py) nearly adds up, so the best types under a budget are an integer programme: one type for each layer and side, least
-sum of KLD, allocated bytes within the budget, a profile's maps counted. The result is a profile that gives every layer its types.
+What each candidate type costs in each layer and side, in KLD on a text, comes from gradients (bench/tune_gradients.py) or from
+quantizing one layer and side at a time (bench/tune_costs.py). Costs nearly add up, so the best types under a budget are an integer
+programme: one type for each layer and side, least sum of KLD, allocated bytes within the budget, a profile's maps counted. The result is
+a profile that gives every layer its types.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from bench.caches import Cache
 from bench.engine import Engine
 from bench.quality import F16, TOGETHER, Plan, chunks_of, score_chunk
-from bench.tune_costs import PLAIN, SCALED, costs, floor_of, treatment, type_of
+from bench.tune_costs import PLAIN, SCALED, Place, costs, floor_of, treatment, type_of
+from bench.tune_gradients import gradient_costs
 from kvfmt.calibrate import stored_maps
 from kvfmt.errors import KvfmtError
 from kvfmt.geometry import key_maps, layout_for, value_mean
@@ -29,13 +31,15 @@ from kvfmt.subjects import ModelFile, Text
 from kvfmt.transform import rotation_size
 
 SIDES = ("k", "v")
+#: Where costs come from, and the chunks of text that make them steady enough.
+COSTS = {"gradients": 8, "alone": 1}
 #: How many layers and sides show the noise floor, at least.
 FLOOR_PLACES = 8
 #: What a side may get, f16 besides; types that no format of ours beats at their size are left out. Mean and scale take next to
 #: nothing, so that no keys are without both.
 CANDIDATES = {
-    "k": ("kve8_2" + SCALED, "kvt3" + SCALED, "kvt3", "kve8_3" + SCALED, "kvt4" + SCALED, "kvt4", "q8_0" + SCALED),
-    "v": ("kve8_2", "kve8_3", "kvq4", "q8_0"),
+    "k": ("kve8_2" + SCALED, "kvt3" + SCALED, "kvt3", "kve8_3" + SCALED, "kvt4" + SCALED, "kvt4", "q5_0" + SCALED, "q8_0" + SCALED),
+    "v": ("kve8_2", "kve8_3", "kvq4", "q5_0", "q8_0"),
 }
 
 
@@ -186,17 +190,16 @@ def cells_of(engine: Engine, profiles: Profiles, n_ctx: int, scratch: Path) -> d
     return found
 
 
-def measure(
+def alone_costs(
     engine: Engine,
     profiles: Profiles,
     text: Text,
     plan: Plan,
-    cells: Mapping[int, int],
     candidates: Mapping[str, Sequence[str]],
     scratch: Path,
     update: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Option]:
-    """Every option, f16 included, which costs nothing in fidelity.
+) -> dict[Place, float]:
+    """Cost of every candidate but f16 in nats, from one layer and side at a time.
 
     ``update(done, total)`` counts tokens over all caches. Raises KvfmtError for a text that is too short or a type that the library refuses.
     """
@@ -207,12 +210,15 @@ def measure(
     caches = [profiles.alone(*place, scratch) for place in (*asked, *((layer, side, "f32") for layer, side in still))]
     found = distances(engine, text, plan, caches, update)
     floor = floor_of([(layer, kld) for (layer, _), kld in zip(still, found[len(asked) :])])
-    options = [
-        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), cost)
-        for (layer, side, kind), cost in costs(dict(zip(asked, found)), floor).items()
+    return costs(dict(zip(asked, found)), floor)
+
+
+def options_of(profiles: Profiles, cells: Mapping[int, int], found: Mapping[Place, float]) -> list[Option]:
+    """Every option, f16 included, which costs nothing in fidelity."""
+    f16 = {(layer, side, "f16"): 0.0 for layer in profiles.owners for side in SIDES}
+    return [
+        Option(layer, side, kind, allocated(profiles, layer, side, kind, cells[layer]), cost) for (layer, side, kind), cost in {**found, **f16}.items()
     ]
-    options += [Option(layer, side, "f16", allocated(profiles, layer, side, "f16", cells[layer]), 0.0) for layer in profiles.owners for side in SIDES]
-    return options
 
 
 def distances(
@@ -318,10 +324,13 @@ def tune(
     budget: Budget,
     candidates: Mapping[str, Sequence[str]] = CANDIDATES,
     update: Callable[[int, int], None] = lambda done, total: None,
+    by: str = "alone",
 ) -> Outcome:
-    """Chooses types for a context of ``n_ctx`` tokens within the budget.
+    """Chooses types for a context of ``n_ctx`` tokens within the budget; ``by`` is one of COSTS. ``update(done, total)`` counts chunks or
+    tokens.
 
-    Raises KvfmtError for a profile of another model, a type that does not fit, a budget that nothing fits.
+    Raises KvfmtError for a profile of another model, a type that does not fit, a budget that nothing fits, and with gradients
+    what ``gradient_costs`` raises.
     """
     check_candidates(candidates)
     base.check_model(subject.path)
@@ -339,7 +348,11 @@ def tune(
             for layer in profiles.owners for side in SIDES
         )
         check_budget(least, room, values)
-        options = measure(engine, profiles, text, plan, cells, candidates, scratch, update)
+        if by == "gradients":
+            found = gradient_costs(engine, subject.path, profiles, chunks_of(engine, text, plan), plan.first, candidates, update)
+        else:
+            found = alone_costs(engine, profiles, text, plan, candidates, scratch, update)
+        options = options_of(profiles, cells, found)
         tuned = choose(options, room, values)
         pairs = [(f"{k}/{v}", uniform(options, k, v, values)) for k in (*candidates["k"], "f16") for v in (*candidates["v"], "f16")]
         fitting = [pair for pair in pairs if pair[1].bits_per_value * values / 8 <= room * (1 + 1e-9)]
@@ -347,10 +360,10 @@ def tune(
         # The sum says what is best, not what it costs: errors of early layers reach later ones.
         compared = [tuned, *([best[1]] if best else [])]
         caches = [profiles.probe(of.types("k", layers), of.types("v", layers), scratch / f"together{i}.gguf") for i, of in enumerate(compared)]
-        costs = distances(engine, text, plan, caches)
+        together = distances(engine, text, plan, caches)
     profile = profiles.make(
         tuned.types("k", layers), tuned.types("v", layers), f"{subject.name}, tuned to {tuned.bits_per_value:.2f} bits at {n_ctx} tokens",
         {"tuned.bits": tuned.bits_per_value, "tuned.context": n_ctx, "tuned.text.name": text.name, "tuned.text.sha256": text.sha256,
-         "tuned.predicted": tuned.predicted, "tuned.kld": costs[0]},
+         "tuned.costs": by, "tuned.predicted": tuned.predicted, "tuned.kld": together[0]},
     )
-    return Outcome(profile, tuned, tuple(options), costs[0], (*best, costs[1]) if best else None)
+    return Outcome(profile, tuned, tuple(options), together[0], (*best, together[1]) if best else None)

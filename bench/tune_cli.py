@@ -10,11 +10,13 @@ import typer
 from rich import box
 from rich.table import Table
 
+from bench.tune_costs import SCALED
 from kvfmt.cli import plain_errors
 from kvfmt.errors import KvfmtError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_WHAT = {"gradients": "gradients of the predictions", "alone": "each layer alone"}
 _SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -36,7 +38,8 @@ def tune(
     profile: Optional[Path] = typer.Option(None, help="what `kvfmt calibrate` wrote; default: calibrated now"),
     text: str = typer.Option("cpp", help="'docs', 'cpp' or a text file to measure on; not the one that you judge by"),
     n_ctx: int = typer.Option(512, min=64, help="tokens of a chunk"),
-    chunks: int = typer.Option(1, min=1, help="chunks of the text"),
+    chunks: Optional[int] = typer.Option(None, min=1, help="chunks of the text; default: 8 for gradients, 1 for one layer at a time"),
+    costs: Optional[str] = typer.Option(None, help="'gradients': of the model's predictions, by transformers (the extra 'torch'); 'alone': one layer at a time is quantized; default: gradients where they can be had"),
     k: Optional[str] = typer.Option(None, "--k", help="candidates for K, separated by commas; TYPE:scaled has a mean and a scale for each channel (and an order of them where the type wants one) in place of maps, TYPE:plain nothing"),
     v: Optional[str] = typer.Option(None, "--v", help="candidates for V, centred if --profile centres them; TYPE:plain is not"),
     output: Optional[Path] = typer.Option(None, "--output", "-o", help="default: <model>.tuned.kvprofile.gguf in this folder"),
@@ -46,6 +49,7 @@ def tune(
     from bench import quality
     from bench import tune as work
     from bench.engine import Engine
+    from bench.tune_gradients import Unsuitable
     from kvfmt import calibrate
     from kvfmt.build.console import console, progress, step
     from kvfmt.build.files import check_place
@@ -54,6 +58,8 @@ def tune(
 
     candidates = {side: tuple(given.split(",")) if given else work.CANDIDATES[side] for side, given in (("k", k), ("v", v))}
     work.check_candidates(candidates)
+    if costs is not None and costs not in work.COSTS:
+        raise KvfmtError(f"no costs '{costs}'", "Known: " + ", ".join(work.COSTS))
     budget = work.Budget(bits, size_of(memory, "memory") if memory is not None else None)
     if memory is not None and context is None:
         raise KvfmtError("--memory says nothing without --context", "Give the tokens that have to fit, e.g. --context 32k.")
@@ -69,10 +75,18 @@ def tune(
     with Engine(subject.path, threads) as engine:
         tokens = size_of(context, "context") if context else min(engine.n_ctx_train, 32768)
         engine.check_ctx(tokens)
-        with progress(f"{subject.name}: each layer alone on {measured_on.name}", 1) as update:
-            made = work.tune(
-                engine, subject, base, measured_on, quality.make_plan(n_ctx, chunks, None), tokens, budget, candidates, update
-            )
+        def tuned(by: str) -> work.Outcome:
+            with progress(f"{subject.name}: {_WHAT[by]} on {measured_on.name}", 1) as update:
+                plan = quality.make_plan(n_ctx, chunks or work.COSTS[by], None)
+                return work.tune(engine, subject, base, measured_on, plan, tokens, budget, candidates, update, by)
+
+        try:
+            made = tuned(costs or "gradients")
+        except Unsuitable as reason:
+            if costs:
+                raise
+            console.print(f"{reason.message}: each layer is quantized alone instead.", soft_wrap=True)
+            made = tuned("alone")
     made.profile.write(target)
     for side in work.SIDES:
         console.print(table(made, side))
@@ -82,20 +96,29 @@ def tune(
         name, best, together = made.best_uniform
         console.print(f"best of one pair for all layers within the budget: {name}, {best.bits_per_value:.3f} bits/value, KLD {together:.4f} (sum {best.predicted:.4f})")
         if together < made.together:
-            console.print(f"[yellow]{name} in all layers is closer: errors of layers do not add up on this text. Try more --chunks, or use {name}.[/yellow]")
+            console.print(f"[yellow]{name} in all layers is closer: costs do not add up on this text. Try more --chunks, or use {name}.[/yellow]")
     step(f"profile: {target}; measure it: kvfmt bench quality --model {model} --caches @{target}")
 
 
+def _short(kind: str) -> str:
+    return kind.replace(SCALED, "*")
+
+
+def _thousandths(cost: float) -> str:
+    return f"{1000 * cost:.2f}" if cost < 0.1 else f"{1000 * cost:.0f}"
+
+
 def table(made, side: str) -> Table:
-    """Types and costs by layer of one side. What is done to the keys has a line of its own in the titles, so that all fit a terminal."""
+    """Types and costs by layer of one side, short enough for a terminal."""
     chosen = {o.layer: o for o in made.tuned.options if o.side == side}
     options = [o for o in made.options if o.side == side]
     kinds = sorted({o.type for o in options if o.type != "f16"}, key=lambda t: min(o.n_bytes for o in options if o.type == t))
     found = {(o.layer, o.type): o.kld for o in options}
-    title = f"{side.upper()}: what each layer alone costs by type, in nats"
+    stars = " (*: scaled)" if any(kind.endswith(SCALED) for kind in kinds) else ""
+    title = f"{side.upper()}: thousandths of a nat by layer and type{stars}"
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
-    for name in ("layer", side.upper(), *(kind.replace(":", "\n") for kind in kinds)):
+    for name in ("layer", side.upper(), *(_short(kind).replace(":", "\n") for kind in kinds)):
         shown.add_column(name, justify="left" if name == side.upper() else "right", no_wrap=True)
     for layer in sorted(chosen):
-        shown.add_row(str(layer), f"[bold]{chosen[layer].type}[/bold]", *(f"{found[layer, kind]:.4f}" for kind in kinds))
+        shown.add_row(str(layer), f"[bold]{_short(chosen[layer].type)}[/bold]", *(_thousandths(found[layer, kind]) for kind in kinds))
     return shown

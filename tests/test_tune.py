@@ -205,14 +205,14 @@ def test_the_tables_of_all_candidates_fit_a_terminal():
     for side in t.SIDES:
         Console(width=80, file=out).print(table(made, side))
     text = out.getvalue()
-    assert "\u2026" not in text and text.count("kve8_2:scaled") == 2
-    assert max(map(len, text.splitlines())) <= 80 and "0.0600" in text
+    assert "\u2026" not in text and text.count("kve8_2*") == 3
+    assert max(map(len, text.splitlines())) <= 80 and "60.00" in text
 
 
 def test_heads_that_are_not_rotated_are_not_scaled(tmp_path, monkeypatch):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2, head=96, n_head=2, n_head_kv=1)
     base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
-    monkeypatch.setattr(t, "measure", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(t, "alone_costs", lambda *_: pytest.fail("it was measured"))
     # Channels in order are mixed by the profile: such a candidate is no matter of the rotation, here of its blocks.
     t.Profiles(base).check_rotated(("kvt3:scaled",))
     with Engine(path) as engine, pytest.raises(KvfmtError, match="kvt3 with block 64 does not divide 96 values"):
@@ -236,7 +236,7 @@ def test_what_is_chosen_is_also_measured_together(tmp_path):
 def test_a_budget_that_nothing_fits_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
     base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
-    monkeypatch.setattr(t, "measure", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(t, "alone_costs", lambda *_: pytest.fail("it was measured"))
     with Engine(path) as engine, pytest.raises(KvfmtError, match="less than the smallest cache"):
         t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 512, t.Budget(2.0), CANDIDATES)
 
@@ -289,7 +289,7 @@ def test_the_costs_of_a_place_follow_the_noise_of_its_types_above_a_floor_that_f
         return klds
 
     monkeypatch.setattr(t, "distances", found)
-    options = t.measure(None, profiles, TEXT, None, dict.fromkeys(range(4), 512), candidates, tmp_path)
+    options = t.options_of(profiles, dict.fromkeys(range(4), 512), t.alone_costs(None, profiles, TEXT, None, candidates, tmp_path))
     assert len(asked) == 4 * 10 + 8
     costs = {(o.layer, o.side, o.type): o.kld for o in options}
     for layer in range(4):
