@@ -440,13 +440,13 @@ def make_profile(
     provenance: Mapping[str, object] | None = None,
     centre_values: bool = False,
 ) -> Calibration:
-    """The profile of a model from its statistics: ``kind`` is one of geometry.MAPS; values are centred if both centres are asked for.
-    Raises KvfmtError."""
+    """The profile of a model from its statistics: ``kind`` is one of geometry.MAPS; ``centre`` is of keys, ``centre_values`` of
+    values, both only where softmax is shift-invariant. Raises KvfmtError."""
     file = read_model(subject.path)
     layers = layers_of(file)
     maps = {layer: key_maps(found, layout, kind, centre) for layer, found in statistics.items()}
     stored = {layer: stored_maps(found, statistics[layer]) for layer, found in maps.items()}
-    if centre and centre_values:
+    if centre_values:
         stored = {layer: replace(made, v_mean=value_mean(statistics[layer])) for layer, made in stored.items()}
     stored = {layer: made for layer, made in stored.items() if made.arrays()}
     layout_k = tuple(stored[layer].layout_k(layout.name) if layer in stored else "" for layer in range(layers))

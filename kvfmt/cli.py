@@ -154,8 +154,9 @@ def calibrate(
             made = work.calibrate(subject, texts, n_ctx or None, count, layout, kind, centre, threads, update, reach, centre_values)
     made.profile.write(target)
     bound = [layer for layer, found in made.profile.statistics.items() if not found.shift_free]
-    if centre and bound:
-        console.print(f"keys{' and values' if centre_values else ''} are not centred in layers {', '.join(str(layer) for layer in bound)}: a logit soft-cap or attention sinks make it matter")
+    sides = [name for name, asked in (("keys", centre), ("values", centre_values)) if asked]
+    if sides and bound:
+        console.print(f"{' and '.join(sides)} are not centred in layers {', '.join(str(layer) for layer in bound)}: a logit soft-cap or attention sinks make it matter")
     console.print(profile_view.summary(made.profile))
     step(f"profile: {target} ({made.profile.sidecar_bytes / 2**20:.2f} MiB of maps)")
 

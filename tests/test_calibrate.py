@@ -274,7 +274,8 @@ def test_the_command_makes_a_profile_for_this_model(tmp_path):
     assert CliRunner().invoke(app, [*arguments[:-3], str(again), "--threads", "1", "--no-centre", "--map", "pairs"]).exit_code == 0
     pairs = Profile.read(again)
     assert pairs.layout_k == ("scaled",) * 30 and pairs.maps[3].k_scale.shape == (3, 64) and "keys scaled, map pairs" in pairs.name
-    assert list(pairs.maps[3].arrays()) == ["k_scale"] and set(pairs.layout_v) == {""} and pairs.sidecar_bytes == 30 * 3 * 64 * 4
+    # Values were asked to be centred, keys not to be.
+    assert set(pairs.maps[3].arrays()) == {"k_scale", "v_mean"} and set(pairs.layout_v) == {"scaled"} and pairs.sidecar_bytes == 30 * 2 * 3 * 64 * 4
     shown = CliRunner().invoke(app, ["profile", "show", str(again)])
     assert shown.exit_code == 0 and "scaled" in shown.output and "dB" in shown.output
     # The same run gives the same statistics, bit for bit.
