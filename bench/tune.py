@@ -33,6 +33,8 @@ from kvfmt.transform import rotation_size
 SIDES = ("k", "v")
 #: Where costs come from, and the chunks of text that make them steady enough.
 COSTS = {"gradients": 8, "alone": 1}
+#: Pairs for all layers that the choice by layers is held against, all layers together.
+RIVALS = 3
 #: How many layers and sides show the noise floor, at least.
 FLOOR_PLACES = 8
 #: What a side may get, f16 besides; types that no format of ours beats at their size are left out. Mean and scale take next to
@@ -302,9 +304,10 @@ def uniform(options: Iterable[Option], k: str, v: str, values: int) -> Tuned:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``tune`` made: the profile, the choice, all options, and what the choice costs with all layers together, in nats.
+    """What ``tune`` made: the profile, the choice that it holds, all options, and what the choice costs with all layers together, in nats.
 
-    ``best_uniform``: name, choice and cost of the best pair for all layers of the same size or less, None if no pair fits.
+    ``best_uniform``: name, choice and cost of the best pair for all layers of the same size or less, None if no pair fits. Where it is
+    closer than the choice by layers, whose cost is ``by_layer``, it is the choice.
     """
 
     profile: Profile
@@ -312,6 +315,7 @@ class Outcome:
     options: tuple[Option, ...]
     together: float
     best_uniform: Optional[tuple[str, Tuned, float]]
+    by_layer: float
 
 
 def tune(
@@ -356,14 +360,18 @@ def tune(
         tuned = choose(options, room, values)
         pairs = [(f"{k}/{v}", uniform(options, k, v, values)) for k in (*candidates["k"], "f16") for v in (*candidates["v"], "f16")]
         fitting = [pair for pair in pairs if pair[1].bits_per_value * values / 8 <= room * (1 + 1e-9)]
-        best = min(fitting, key=lambda pair: pair[1].predicted) if fitting else None
-        # The sum says what is best, not what it costs: errors of early layers reach later ones.
-        compared = [tuned, *([best[1]] if best else [])]
+        rivals = sorted(fitting, key=lambda pair: pair[1].predicted)[:RIVALS]
+        # The sum says what is good, not what it costs: errors of early layers reach later ones. So what is written is what was closest.
+        compared = [tuned, *(choice for _, choice in rivals)]
         caches = [profiles.probe(of.types("k", layers), of.types("v", layers), scratch / f"together{i}.gguf") for i, of in enumerate(compared)]
-        together = distances(engine, text, plan, caches)
+        by_layer, *others = distances(engine, text, plan, caches)
+    best = min(((*rival, kld) for rival, kld in zip(rivals, others)), key=lambda found: found[2], default=None)
+    together = by_layer
+    if best and best[2] < by_layer:
+        tuned, together = best[1:]
     profile = profiles.make(
         tuned.types("k", layers), tuned.types("v", layers), f"{subject.name}, tuned to {tuned.bits_per_value:.2f} bits at {n_ctx} tokens",
         {"tuned.bits": tuned.bits_per_value, "tuned.context": n_ctx, "tuned.text.name": text.name, "tuned.text.sha256": text.sha256,
-         "tuned.costs": by, "tuned.predicted": tuned.predicted, "tuned.kld": together[0]},
+         "tuned.costs": by, "tuned.predicted": tuned.predicted, "tuned.kld": together},
     )
-    return Outcome(profile, tuned, tuple(options), together[0], (*best, together[1]) if best else None)
+    return Outcome(profile, tuned, tuple(options), together, best, by_layer)

@@ -95,8 +95,8 @@ def tune(
     if made.best_uniform:
         name, best, together = made.best_uniform
         console.print(f"best of one pair for all layers within the budget: {name}, {best.bits_per_value:.3f} bits/value, KLD {together:.4f} (sum {best.predicted:.4f})")
-        if together < made.together:
-            console.print(f"[yellow]{name} in all layers is closer: costs do not add up on this text. Try more --chunks, or use {name}.[/yellow]")
+        if together < made.by_layer:
+            console.print(f"That is closer than the choice by layers (KLD {made.by_layer:.4f}), so that it is what the profile has.")
     step(f"profile: {target}; measure it: kvfmt bench quality --model {model} --caches @{target}")
 
 

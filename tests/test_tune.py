@@ -200,7 +200,7 @@ def test_a_short_cache_gets_vectors_where_matrices_do_not_fit(tmp_path):
 def test_the_tables_of_all_candidates_fit_a_terminal():
     given = [t.Option(layer, side, kind, 1 + i, 0.01 * i) for layer in (0, 47) for side in t.SIDES for i, kind in enumerate((*t.CANDIDATES[side], "f16"))]
     picked = tuple(o for o in given if o.type in ("kve8_2:scaled", "kve8_2") and (o.side == "v" or o.type != "kve8_2"))
-    made = t.Outcome(None, t.Tuned(picked, 0.1, 3.0), tuple(given), 0.1, None)
+    made = t.Outcome(None, t.Tuned(picked, 0.1, 3.0), tuple(given), 0.1, None, 0.1)
     out = io.StringIO()
     for side in t.SIDES:
         Console(width=80, file=out).print(table(made, side))
@@ -230,7 +230,30 @@ def test_what_is_chosen_is_also_measured_together(tmp_path):
         made.profile.write(tmp_path / "tuned.gguf")
         again = t.distances(engine, TEXT, plan, [Cache("", 0, tmp_path / "tuned.gguf")])
     assert made.together == pytest.approx(again[0], rel=1e-6) and made.together > 0
-    assert made.best_uniform is not None and made.best_uniform[2] > 0
+    assert made.best_uniform is not None and made.best_uniform[2] >= made.together
+
+
+def test_where_one_pair_for_all_layers_is_closer_it_is_what_is_written(tmp_path, monkeypatch):
+    path = random_gguf.llama(tmp_path / "model.gguf", n_layer=2)
+    base = calibrate(subject_of(path), [TEXT], (128,), 128).profile
+    given = {"k": ("kvt3", "kvt4", "q8_0"), "v": ("kve8_2", "q8_0")}
+    seen = []
+
+    def found(engine, text, plan, caches, update=None):
+        # What is measured together comes without progress: the choice by layers, then pairs for all, of which the second is closest.
+        seen.append(caches)
+        return [0.3, 0.25, 0.2, 0.28][: len(caches)]
+
+    monkeypatch.setattr(t, "alone_costs", lambda *_: {(i, s, kind): 1.0 / (1 + j + i) for i in range(2) for s in "kv" for j, kind in enumerate(given[s])})
+    monkeypatch.setattr(t, "distances", found)
+    with Engine(path) as engine:
+        made = t.tune(engine, subject_of(path), base, TEXT, quality.make_plan(128, 1, None), 4096, t.Budget(6.0), given)
+    assert len(seen) == 1 and len(seen[0]) == 1 + t.RIVALS
+    name, choice, kld = made.best_uniform
+    assert made.tuned is choice and made.together == kld == 0.2 and made.by_layer == 0.3
+    k, v = name.split("/")
+    assert set(made.profile.types_k) == {k} and set(made.profile.types_v) == {v} and made.profile.provenance["tuned.kld"] == pytest.approx(0.2)
+    assert choice.bits_per_value <= 6.0
 
 
 def test_a_budget_that_nothing_fits_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
