@@ -72,7 +72,7 @@ def register(app: typer.Typer, model_option, output_option, threads_option, outp
         folder: Optional[Path] = typer.Option(None, help="for rows, one file a model, and the report; default: bench/results"),
         threads: Optional[int] = threads_option,
     ) -> None:
-        """Every measurement, of a size that fits half an hour for SmolLM2 on two cores; then the report."""
+        """Every measurement, of a size that takes about half an hour for SmolLM2 on two cores; then the report."""
         from bench import cli
         from bench.caches import default_caches, shortlist
         from bench.profiles import calibrated_caches
