@@ -10,7 +10,6 @@ import typer
 from rich import box
 from rich.table import Table
 
-from bench.tune_costs import SCALED
 from kvfmt.cli import plain_errors
 from kvfmt.errors import KvfmtError
 
@@ -75,6 +74,7 @@ def tune(
     with Engine(subject.path, threads) as engine:
         tokens = size_of(context, "context") if context else min(engine.n_ctx_train, 32768)
         engine.check_ctx(tokens)
+
         def tuned(by: str) -> work.Outcome:
             with progress(f"{subject.name}: {_WHAT[by]} on {measured_on.name}", 1) as update:
                 plan = quality.make_plan(n_ctx, chunks or work.COSTS[by], None)
@@ -100,16 +100,17 @@ def tune(
     step(f"profile: {target}; measure it: kvfmt bench quality --model {model} --caches @{target}")
 
 
-def _short(kind: str) -> str:
-    return kind.replace(SCALED, "*")
-
-
 def _thousandths(cost: float) -> str:
     return f"{1000 * cost:.2f}" if cost < 0.1 else f"{1000 * cost:.0f}"
 
 
 def table(made, side: str) -> Table:
     """Types and costs by layer of one side, short enough for a terminal."""
+    from bench.tune_costs import SCALED
+
+    def short(kind: str) -> str:
+        return kind.replace(SCALED, "*")
+
     chosen = {o.layer: o for o in made.tuned.options if o.side == side}
     options = [o for o in made.options if o.side == side]
     kinds = sorted({o.type for o in options if o.type != "f16"}, key=lambda t: min(o.n_bytes for o in options if o.type == t))
@@ -117,8 +118,8 @@ def table(made, side: str) -> Table:
     stars = " (*: scaled)" if any(kind.endswith(SCALED) for kind in kinds) else ""
     title = f"{side.upper()}: thousandths of a nat by layer and type{stars}"
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
-    for name in ("layer", side.upper(), *(_short(kind).replace(":", "\n") for kind in kinds)):
+    for name in ("layer", side.upper(), *(short(kind).replace(":", "\n") for kind in kinds)):
         shown.add_column(name, justify="left" if name == side.upper() else "right", no_wrap=True)
     for layer in sorted(chosen):
-        shown.add_row(str(layer), f"[bold]{_short(chosen[layer].type)}[/bold]", *(_thousandths(found[layer, kind]) for kind in kinds))
+        shown.add_row(str(layer), f"[bold]{short(chosen[layer].type)}[/bold]", *(_thousandths(found[layer, kind]) for kind in kinds))
     return shown

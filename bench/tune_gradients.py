@@ -71,10 +71,12 @@ class Perturbed:
         self.interleaved = config.model_type in INTERLEAVED
         #: Layer -> keys and values, and what was added to them, [1, heads, tokens, size] each.
         self.seen: dict[int, tuple[torch.Tensor, ...]] = {}
+        # transformers keeps what is registered for good: that must not keep the model.
+        seen = self.seen
 
         def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **others: Any) -> Any:
             added = [torch.zeros_like(side, requires_grad=True) for side in (key, value)]
-            self.seen[module.layer_idx] = (key.detach(), value.detach(), *added)
+            seen[module.layer_idx] = (key.detach(), value.detach(), *added)
             return sdpa_attention_forward(module, query, key + added[0], value + added[1], mask, **others)
 
         AttentionInterface.register(NAME, attention)
@@ -164,6 +166,7 @@ def gradient_costs(
                 moved = np.einsum("htd,htd->ht", gradients[layer][at], error, dtype=np.float64)
                 sums[layer, side, kind] += float(np.sum(moved**2)) / (2 * DRAWS * len(logits) * len(pieces))
         update(chunk + 1, len(pieces))
+    model.seen.clear()
     return dict(sums)
 
 

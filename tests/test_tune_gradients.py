@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -156,3 +158,12 @@ def test_without_transformers_there_are_no_gradients(subject, profiles, pieces, 
 def test_unknown_costs_are_refused(tmp_path):
     found = CliRunner().invoke(app, ["no-such-model", "--bits", "3", "--costs", "guessed", "-o", str(tmp_path / "p.gguf")])
     assert found.exit_code == 1 and "no costs 'guessed'" in found.output and "gradients, alone" in found.output
+
+
+def test_the_model_is_let_go_before_caches_are_measured(subject):
+    model = g.Perturbed(subject.path, 1)
+    held = weakref.ref(model.model)
+    model.logits(np.arange(8, dtype=np.int32))
+    del model
+    gc.collect()
+    assert held() is None
